@@ -1,0 +1,98 @@
+//! Why a plan cannot be made. A message says what, where, expected and found, and what to do instead.
+
+use thiserror::Error;
+
+use crate::dtype::Dtype;
+
+/// The result of planning.
+pub type Result<T> = std::result::Result<T, PlanError>;
+
+/// A plan cannot be made from its input, or is not valid.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[allow(missing_docs)] // The messages document the fields.
+pub enum PlanError {
+    #[error("unknown dtype {dtype:?}: expected one of {}", dtype_names())]
+    UnknownDtype { dtype: String },
+
+    #[error("dtype {dtype} cannot be sharded: complex parameters are not supported; store the real and the imaginary part as two real parameters (torch.view_as_real)")]
+    ComplexDtype { dtype: String },
+
+    #[error("parameter {name:?}: {reason}")]
+    BadParameter { name: String, reason: Box<PlanError> },
+
+    #[error("one layout holds one dtype and one trainability: {first_name:?} is {first}, {name:?} is {other}; split the parameters with plan.groups first")]
+    MixedLayout { first_name: String, first: Class, name: String, other: Class },
+
+    #[error("parameter {name:?} appears twice (positions {first} and {second}): names must be unique; give a shared parameter once")]
+    DuplicateParameter { name: String, first: usize, second: usize },
+
+    #[error("parameter {name:?} is in unit {first_unit:?} and in unit {second_unit:?}: each parameter belongs to exactly one unit; give a shared parameter to the first unit that uses it")]
+    DuplicateAcrossUnits { name: String, first_unit: String, second_unit: String },
+
+    #[error("{what} is {value}: expected {expected}")]
+    OutOfRange { what: &'static str, value: i128, expected: &'static str },
+
+    #[error("the flat buffer is too large: {numel} elements of {dtype}, padded for {num_shards} shards, do not fit into 2^63 - 1 bytes; check the numel of {name:?}")]
+    TooLarge { name: String, numel: u128, dtype: Dtype, num_shards: u64 },
+
+    #[error("rank {rank} is out of range: the layout has {num_shards} shards (ranks 0 to {})", num_shards - 1)]
+    RankOutOfRange { rank: i128, num_shards: u64 },
+
+    #[error("no parameter named {name:?} in this layout of {num_params} parameters")]
+    UnknownParameter { name: String, num_params: usize },
+
+    #[error("not a plan document: {reason}")]
+    BadDocument { reason: String },
+}
+
+impl PlanError {
+    /// A number of shards below 1.
+    #[must_use]
+    pub fn num_shards(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_shards", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A shard alignment that is no power of two, or below [`PARAM_ALIGNMENT`](crate::layout::PARAM_ALIGNMENT).
+    #[must_use]
+    pub fn alignment(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "alignment", value: value.into(), expected: "a power of two of at least 16 bytes" }
+    }
+
+    /// A segment limit below 1.
+    #[must_use]
+    pub fn segment_nbytes(value: impl Into<i128>) -> Self {
+        let expected = "at least 1 byte, or None for no limit";
+        Self::OutOfRange { what: "segment_nbytes", value: value.into(), expected }
+    }
+
+    /// A negative number of elements, or one beyond any buffer.
+    #[must_use]
+    pub fn numel(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "numel", value: value.into(), expected: "0 to 2^63 - 1 elements" }
+    }
+
+    /// The same error, with the name of the parameter in front.
+    #[must_use]
+    pub fn in_parameter(self, name: &str) -> Self {
+        Self::BadParameter { name: name.to_owned(), reason: Box::new(self) }
+    }
+}
+
+/// What all parameters of one layout share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Class {
+    /// The element type.
+    pub dtype: Dtype,
+    /// Whether the parameters take gradients.
+    pub trainable: bool,
+}
+
+impl std::fmt::Display for Class {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}", if self.trainable { "trainable" } else { "frozen" }, self.dtype)
+    }
+}
+
+fn dtype_names() -> String {
+    Dtype::all().map(Dtype::name).collect::<Vec<_>>().join(", ")
+}

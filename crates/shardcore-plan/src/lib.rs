@@ -1,0 +1,36 @@
+//! What goes where: the planning half of shardcore.
+//!
+//! Every function here is pure. It takes names and sizes and gives back a frozen plan, and it gives the same plan on
+//! every rank and every platform: no unsafe code, no I/O, no threads, no clock, no hash order.
+//!
+//! | module | what it decides |
+//! |---|---|
+//! | [`layout`] | where each parameter lies in a flat buffer, and which piece of it each rank holds |
+//! | [`groups`] | which parameters share a buffer: one dtype, one trainability, a bounded size |
+//! | [`bucket`] | in which order the groups' gradients are reduced |
+//! | [`shard_plan`] | all of it for a model cut into units |
+//!
+//! A plan also has a digest (ranks compare it at the start), a table for people (`explain`) and a JSON document, of
+//! which [`first_difference`] finds the first place where two disagree.
+
+#![forbid(unsafe_code)]
+
+pub mod bucket;
+pub mod groups;
+pub mod layout;
+pub mod shard_plan;
+
+mod diff;
+mod digest;
+mod dtype;
+mod error;
+mod explain;
+mod json;
+mod names;
+mod table;
+
+pub use diff::first_difference;
+pub use dtype::Dtype;
+pub use error::{Class, PlanError, Result};
+pub use layout::{Entry, FlatLayout, Param, Sharding};
+pub use shard_plan::{Group, ShardPlan, Unit};

@@ -1,0 +1,18 @@
+//! The Python extension module `shardcore._core`: the only crate that names pyo3.
+//!
+//! Nothing is decided here. Arguments become Rust values, `gil::run` calls the pure crates without the GIL, and errors
+//! become the classes of `shardcore.errors`.
+
+mod args;
+mod error;
+mod gil;
+mod plan;
+
+/// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use crate::plan::{
+        PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout,
+    };
+}

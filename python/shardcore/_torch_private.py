@@ -1,0 +1,87 @@
+"""Every private torch API that shardcore uses, in one place, with the reason and the public way that is missing.
+
+Nothing else in the package may name an underscore attribute of torch; a test in ``tests/house`` says so. When a torch
+release changes one of these, this file is the only one to mend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.autograd.graph import Node, register_multi_grad_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_backward() -> bool:
+    """True while the autograd engine runs a backward in this thread (also inside recomputation)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_id() -> int:
+    """A number that is the same during one backward and new for the next; -1 outside. Nested backwards differ."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended. torch has no public hook for that moment."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def backward_will_execute(node: Node) -> bool:
+    """Whether the running backward reaches ``node``: tells an unused parameter from one whose gradient is still to come."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+@contextmanager
+def without_torch_function() -> Iterator[None]:
+    """Inside, tensor subclasses are plain tensors: ``__torch_function__`` is not called."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def plain_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call ``func`` with ``__torch_function__`` of subclasses switched off."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group: the only channel that works while a collective hangs."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def zero_all(tensors: Sequence[torch.Tensor]) -> None:
+    """Set many tensors to zero in one call."""
+    torch._foreach_zero_(list(tensors))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place, as autograd counts it."""
+    return int(tensor._version)
+
+
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``torch.compile`` out of a hook: it breaks the graph there instead of tracing collectives and storages.
+
+    The mark that ``torch.compiler.disable`` leaves, without importing the compiler (seconds at start) and its wrapper.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def after_all_gradients(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
+    """Call ``callback`` once in each backward when the gradients of all ``tensors`` that it reaches are complete."""
+    register_multi_grad_hook(tensors, lambda grads: callback())
+
+
+def current_exception() -> BaseException | None:
+    """The exception that a forward hook with ``always_call`` runs under, or None."""
+    return sys.exc_info()[1]

@@ -1,0 +1,64 @@
+"""Small values on which ranks must agree: plans at start, flags and norms at each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardcore.comm.collectives import all_reduce, broadcast
+from shardcore.errors import RankMismatchError
+from shardcore.mesh import Axis
+
+
+def exchange(value: Any, axis: Axis, what: str) -> list[Any]:
+    """Every rank's ``value`` (JSON-like), in rank order along the axis. Collective over the axis."""
+    if axis.size == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.zeros(axis.size, dtype=torch.int64)
+    length[axis.rank] = mine.numel()
+    all_reduce(length, axis, f"{what} (length)").wait()
+    values = []
+    for source, numel in enumerate(length.tolist()):
+        data = mine if source == axis.rank else torch.empty(numel, dtype=torch.uint8)
+        broadcast(data, axis, source, what).wait()
+        values.append(json.loads(bytes(data.tolist())))
+    return values
+
+
+def agree_on(
+    what: str, digest: str, detail: str, axis: Axis, first_difference: Callable[[str, str], str | None]
+) -> None:
+    """Raise on every rank unless all ranks of the axis hold the same ``digest``. Collective over the axis.
+
+    Args:
+        what: the thing compared, for the message.
+        detail: a text from which ``first_difference(mine, theirs)`` tells where two ranks part; sent only on a mismatch.
+    """
+    digests = exchange(digest, axis, what)
+    if len(set(digests)) == 1:
+        return
+    details = exchange(detail, axis, what)
+    common = max(set(digests), key=lambda d: (digests.count(d), d == digests[0]))
+    odd = [axis.ranks[i] for i, d in enumerate(digests) if d != common]
+    rest = [axis.ranks[i] for i, d in enumerate(digests) if d == common]
+    left, right = details[digests.index(common)], details[axis.ranks.index(odd[0])]
+    raise RankMismatchError(
+        f"{what} differs between ranks {rest} and ranks {odd} of axis {axis.name!r}: "
+        f"{first_difference(left, right) or 'no difference found in detail'}. All ranks must build the same model with the same settings"
+    )
+
+
+def max_over_ranks(flags: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
+    """The element-wise maximum of a CPU tensor over the axis, in place. Collective."""
+    all_reduce(flags, axis, what, maximum=True).wait()
+    return flags
+
+
+def sum_over_ranks(value: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
+    """The sum of a small tensor over the axis, in place. Collective."""
+    all_reduce(value, axis, what).wait()
+    return value

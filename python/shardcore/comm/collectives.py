@@ -1,0 +1,144 @@
+"""All-gather, reduce-scatter, all-reduce and broadcast on flat buffers, chosen per backend.
+
+A flat buffer of an axis of W ranks is W equal shards; this rank owns the shard at its position. All operations work in
+place on that buffer. They are collective over the axis, start at once and return a :class:`Handle` to wait for.
+
+On NCCL these are the native collectives. On gloo they are composed: its reduce-scatter is an all-reduce of which most is
+thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one broadcast
+per shard gathers without staging copies (``benches/micro/collectives.py`` shows both).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardcore.comm import watch
+from shardcore.mesh import Axis
+
+_traffic: Counter[str] = Counter()
+
+
+class Handle:
+    """A collective under way. ``wait()`` returns when its result may be used; further calls return at once."""
+
+    __slots__ = ("_entry", "_finish", "_works")
+
+    def __init__(
+        self, works: Sequence[dist.Work], entry: watch.Entry | None, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works = works
+        self._entry = entry
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for the data; on CUDA this orders the stream and does not block the host.
+
+        Raises:
+            RankMismatchError: ranks are in different collectives, or one has failed.
+        """
+        works, self._works = self._works, ()
+        if self._entry is not None:
+            for work in works:
+                watch.wait(work, self._entry)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+DONE = Handle((), None)
+
+
+def gather_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
+    """Fill ``full`` [W x shard_numel] with every rank's own shard; this rank's must be in its place already."""
+    if axis.size == 1 or full.numel() == 0:
+        return DONE
+    entry = _record(axis, "gather", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    shards = _shards(full, axis)
+    if full.is_cuda:
+        work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
+        return Handle((work,), entry)
+    return Handle([_broadcast(shards[i], axis, i) for i in range(axis.size)], entry)
+
+
+def reduce_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
+    """Sum ``full`` [W x shard_numel] over the axis into this rank's own shard of it; the other shards are left undefined."""
+    if axis.size == 1 or full.numel() == 0:
+        return DONE
+    entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    shards = _shards(full, axis)
+    if full.is_cuda:
+        work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)
+        return Handle((work,), entry)
+    return _exchange_and_sum(full, shards, axis, entry)
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis, unit: str, *, maximum: bool = False) -> Handle:
+    """Sum (or take the maximum of) ``tensor`` over the axis, in place."""
+    if axis.size == 1 or tensor.numel() == 0:
+        return DONE
+    entry = _record(axis, "all-reduce", unit, tensor, 2 * tensor.nbytes // axis.size * (axis.size - 1))
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    return Handle((_work(dist.all_reduce(tensor, op, group=axis.group, async_op=True)),), entry)
+
+
+def broadcast(tensor: torch.Tensor, axis: Axis, source: int, unit: str) -> Handle:
+    """Copy the ``tensor`` of the axis's ``source``-th rank to all its ranks, in place."""
+    if axis.size == 1 or tensor.numel() == 0:
+        return DONE
+    entry = _record(axis, "broadcast", unit, tensor, tensor.nbytes)
+    return Handle((_broadcast(tensor, axis, source),), entry)
+
+
+def traffic() -> dict[str, int]:
+    """Since the last reset: bytes each rank sends per operation ("gather", "reduce", ...), and calls ("gather.calls", ...)."""
+    return dict(_traffic)
+
+
+def reset_traffic() -> None:
+    """Start counting anew."""
+    _traffic.clear()
+
+
+def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis, entry: watch.Entry) -> Handle:
+    """Reduce-scatter as all-to-all and a local sum in rank order, so that the result does not depend on timing."""
+    own = shards[axis.rank]
+    if axis.size == 2:  # a sum of two needs only the other's half: less memory, one copy less
+        other, split = shards[1 - axis.rank], [0, 0]
+        split[1 - axis.rank] = own.numel()
+        received = torch.empty_like(own)
+        work = dist.all_to_all_single(received, other, split, split, group=axis.group, async_op=True)
+        return Handle((_work(work),), entry, lambda: own.add_(received) and None)
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+
+    def add_in_rank_order() -> None:
+        parts = _shards(received, axis)
+        torch.add(parts[0], parts[1], out=own)
+        for part in parts[2:]:
+            own.add_(part)
+
+    return Handle((_work(work),), entry, add_in_rank_order)
+
+
+def _shards(full: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+    return list(full.view(axis.size, -1).unbind(0))
+
+
+def _broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> dist.Work:
+    return _work(dist.broadcast(tensor, axis.ranks[source], group=axis.group, async_op=True))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    if work is None:  # only for a process outside the group, which cannot hold the axis
+        raise RuntimeError("this process is not in the axis's process group")
+    return work
+
+
+def _record(axis: Axis, operation: str, unit: str, tensor: torch.Tensor, sent_nbytes: int) -> watch.Entry:
+    _traffic[operation] += sent_nbytes
+    _traffic[f"{operation}.calls"] += 1
+    return watch.record(axis, operation, unit, tensor.numel())

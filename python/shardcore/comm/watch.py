@@ -1,0 +1,255 @@
+"""Never a hang: every wait polls, and after a second of silence the ranks compare notes.
+
+Each rank keeps the recent collectives of each axis in program order. A rank that has waited longer than
+``PATIENCE_S`` publishes that history in the job's key-value store, which works while collectives do not, and reads the
+others'. Ranks whose histories differ raise :class:`RankMismatchError` naming the first difference; a rank that failed has
+left its message there, and all raise with it. Ranks that merely compute longer are waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardcore import _torch_private as private
+from shardcore.errors import RankMismatchError
+from shardcore.mesh import Axis
+
+PATIENCE_S = 1.0
+_HISTORY = 128
+_GRACE_S = 3.0
+"""How long a rank that lost a connection waits for the other side's last words."""
+
+
+class RankFailedError(RankMismatchError):
+    """Another rank failed, so this one cannot go on; carries that rank's message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective in program order: the ``sequence``-th on its axis."""
+
+    axis: Axis
+    sequence: int
+    label: str
+
+
+@dataclass(slots=True)
+class _Board:
+    """What this process knows and tells about the job; made anew for each process group."""
+
+    store: dist.Store | None
+    rank: int
+    epoch: int = 0
+    digest: int = 0
+    failed: bool = False
+    sequence: dict[str, int] = field(default_factory=dict)
+    history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+
+
+_board: _Board | None = None
+_excepthook = sys.excepthook
+
+
+def board() -> _Board:
+    """The board of the current process group."""
+    global _board
+    store = private.default_store() if dist.is_initialized() else None
+    if _board is None or _board.store is not store:
+        _board = _Board(store, dist.get_rank() if store is not None else 0)
+        sys.excepthook = _report_uncaught
+    return _board
+
+
+def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
+    """Note that this rank enters a collective now."""
+    b = board()
+    key = axis.key
+    sequence = b.sequence.get(key, 0)
+    b.sequence[key] = sequence + 1
+    label = f"{operation} {unit} [{numel}]"
+    history = b.history.get(key)
+    if history is None:
+        history = b.history[key] = deque(maxlen=_HISTORY)
+    history.append((sequence, label))
+    b.digest = zlib.crc32(label.encode(), b.digest)
+    return Entry(axis, sequence, label)
+
+
+def wait(work: dist.Work, entry: Entry) -> None:
+    """Wait for a collective; raises instead of hanging.
+
+    Raises:
+        RankMismatchError: the ranks of the axis are in different collectives.
+        RankFailedError: a rank has failed, or is gone.
+    """
+    if entry.axis.mesh is not None and entry.axis.mesh.device.type == "cuda":
+        work.wait()  # orders the stream, does not block the host
+        return
+    deadline = time.monotonic() + _timeout_s()
+    while True:
+        try:
+            work.wait(timedelta(seconds=PATIENCE_S))
+            return
+        except RuntimeError as error:
+            if work.is_completed() or "timed out" not in str(error).lower():
+                _raise_lost_connection(entry, error)
+        look_around(entry)
+        if time.monotonic() > deadline:
+            raise RankMismatchError(f"{_where(entry)}: no answer within {_timeout_s():.0f} s. {_absent(entry)}")
+
+
+def look_around(entry: Entry) -> None:
+    """Publish where this rank is, and compare with the ranks that published too."""
+    b = board()
+    if b.store is None:
+        return
+    _raise_failure(b, entry)
+    key = entry.axis.key
+    b.store.set(_key(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history[key])))
+    for rank, theirs in _published(b, entry.axis).items():
+        difference = _first_difference(dict(b.history[key]), theirs)
+        if difference is not None:
+            sequence, mine, other = difference
+            message = (
+                f"ranks left the common order of collectives on axis {entry.axis.name!r} at number {sequence}: rank {b.rank} runs "
+                f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; check for "
+                "branches that depend on the rank or on its data"
+            )
+            report_failure(RankMismatchError(message))
+            raise RankMismatchError(message)
+
+
+def program_digest() -> int:
+    """A 32-bit digest of all collectives of this process since the last comparison; equal on all ranks of a sound job."""
+    return board().digest
+
+
+def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
+    """End a comparison of :func:`program_digest`: start a new one, or report where ranks differ. Collective where unequal.
+
+    Equal sizes let collectives of different units complete against one another; without this the step would go wrong
+    silently.
+    """
+    b = board()
+    b.digest = 0
+    if equal:
+        return
+    key = axis.key
+    store = b.store
+    if store is not None:
+        store.set(_key(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history.get(key, ()))))
+        store.wait([_key(b, f"at/{key}/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
+        for rank, theirs in _published(b, axis).items():
+            difference = _first_difference(dict(b.history.get(key, ())), theirs)
+            if difference is not None:
+                raise RankMismatchError(
+                    f"ranks used different units in this step, and their data were mixed: at number {difference[0]} of axis "
+                    f"{axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. The step was not "
+                    "applied. Every rank must use the same units in the same order"
+                )
+    raise RankMismatchError(
+        f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step was not applied. "
+        "Every rank must use the same units in the same order"
+    )
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the other ranks that this one cannot go on. The first report of the job is kept. Never raises."""
+    b = board()
+    if b.store is None or b.failed or isinstance(error, RankFailedError):
+        return
+    b.failed = True
+    text = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        b.store.compare_set(_key(b, "failure"), "", json.dumps({"rank": b.rank, "message": text}))
+    except RuntimeError:  # the store went with rank 0: nobody is left to be told
+        return
+
+
+def clear_failure() -> None:
+    """Forget a reported failure, after the model was reset. Collective: every rank calls it."""
+    b = board()
+    b.epoch += 1
+    b.failed = False
+    b.digest = 0
+    b.sequence.clear()
+    b.history.clear()
+
+
+def _raise_failure(b: _Board, entry: Entry) -> None:
+    key = _key(b, "failure")
+    if b.store is not None and b.store.check([key]):
+        failure: dict[str, Any] = json.loads(b.store.get(key))
+        if failure["rank"] != b.rank:
+            raise RankFailedError(f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {_where(entry)})")
+
+
+def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
+    """A peer closed its connection: it failed or is gone. Wait shortly for its reason."""
+    b = board()
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            look_around(entry)
+        except RuntimeError as reason:
+            if isinstance(reason, RankMismatchError):
+                raise reason from error
+            break  # the store is gone too
+        time.sleep(0.05)
+    lost = RankFailedError(
+        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or was killed "
+        f"(its own output says why; a kill without a message often means memory ran out). Details: {error}"
+    )
+    raise lost from error
+
+
+def _published(b: _Board, axis: Axis) -> dict[int, dict[int, str]]:
+    """The histories that other ranks of the axis have published."""
+    found: dict[int, dict[int, str]] = {}
+    for rank in axis.ranks:
+        key = _key(b, f"at/{axis.key}/{rank}")
+        if rank != b.rank and b.store is not None and b.store.check([key]):
+            found[rank] = {int(sequence): label for sequence, label in json.loads(b.store.get(key))}
+    return found
+
+
+def _first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:
+    for sequence in sorted(mine.keys() & theirs.keys()):
+        if mine[sequence] != theirs[sequence]:
+            return sequence, mine[sequence], theirs[sequence]
+    return None
+
+
+def _absent(entry: Entry) -> str:
+    b = board()
+    absent = [rank for rank in entry.axis.ranks if rank != b.rank and rank not in _published(b, entry.axis)]
+    return f"Ranks {absent} never came to a collective of axis {entry.axis.name!r}" if absent else "All ranks wait in it"
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    report_failure(error)
+    _excepthook(kind, error, trace)
+
+
+def _where(entry: Entry) -> str:
+    return f"collective number {entry.sequence} of axis {entry.axis.name!r}, '{entry.label}'"
+
+
+def _timeout_s() -> float:
+    return float(os.environ.get("SHARDCORE_TIMEOUT", "1800"))
+
+
+def _key(b: _Board, name: str) -> str:
+    return f"shardcore/{b.epoch}/{name}"

@@ -1,0 +1,145 @@
+"""`load_config`: from a configuration file to a `Config`, with every problem reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardcore.config.batch import DropInConfigError, check_numbers, solve_batch
+from shardcore.config.choose import choose_optimizer, choose_scheduler
+from shardcore.config.config import Config
+from shardcore.config.keys import Field
+from shardcore.config.read import Source, read_source
+from shardcore.config.sections import SECTIONS
+from shardcore.config.table import TABLE
+from shardcore.config.walk import Findings, walk
+from shardcore.errors import ConfigError
+
+DROP_IN_CLIPPING = 1.0
+_BATCH_KEYS = tuple(
+    path for path, entry in TABLE.items() if isinstance(entry, Field) and entry.target.startswith("batch.")
+)
+
+
+def load_config(
+    source: Source, *, data_world: int | None = None, drop_in: bool = False, accumulation_argument: int | None = None
+) -> Config:
+    """Reads, checks and resolves a configuration in DeepSpeed's JSON format.
+
+    Args:
+        source: a dict (never modified), the path of a JSON file (comments and trailing commas allowed), or the
+            base64 form of a JSON object.
+        data_world: number of data-parallel ranks. None defers the batch triangle to `Config.resolve_batch`.
+        drop_in: DeepSpeed's defaults hold where they differ from this library's own (clipping at 1.0, no weight
+            decay in AdamW), and errors are also AssertionErrors.
+        accumulation_argument: the accumulation count that a caller passed besides the file. It fills the key in
+            where the file leaves it out or says "auto"; a different number in the file is an error.
+
+    In a file, null means "not given". "auto" inside a section stands for the default; at the top level it is an
+    error unless an argument supplies the value. Keys that begin with ``x-`` are the user's own and pass.
+
+    Raises:
+        ConfigError: the numbered list of all problems, each with its dotted path, what was expected and what was
+            found, and the nearest known name.
+    """
+    raw, label = read_source(source)
+    findings = Findings()
+    walk(_with_argument(raw, accumulation_argument, label, findings), findings)
+    sections = _sections(findings, drop_in)
+    _check_precision(sections, findings)
+    config = Config(
+        **sections,
+        drop_in=drop_in,
+        label=label,
+        given=frozenset(findings.given),
+        ignored=tuple(findings.ignored),
+        notes=tuple(findings.all_notes()),
+    )
+    config = _with_batch(config, data_world, findings)
+    _raise_problems(findings, label, drop_in)
+    return config
+
+
+def _with_argument(raw: dict[str, Any], argument: int | None, label: str, findings: Findings) -> dict[str, Any]:
+    """The raw configuration with the caller's accumulation count in it, unless the two contradict each other."""
+    key = "gradient_accumulation_steps"
+    in_file = raw.get(key)
+    if argument is None or in_file == argument:
+        return raw
+    if in_file is not None and in_file != "auto":
+        findings.problems.append(
+            f"{key}: {label} says {in_file}, but the argument of the call says {argument}; "
+            "give it once, or make the two equal"
+        )
+        return raw
+    if in_file == "auto":
+        findings.notes.append(f'{key}: "auto" stands for {argument}, the argument of the call')
+    return {**raw, key: argument}
+
+
+def _sections(findings: Findings, drop_in: bool) -> dict[str, Any]:
+    """The sections of `Config`, built from the values that the walk found."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for target, value in findings.values.items():
+        section, name = target.split(".")
+        values[section][name] = value
+    _fill_clipping(values["gradients"], findings, drop_in)
+    chosen = {
+        "optimizer": choose_optimizer(values.pop("optimizer"), drop_in, findings),
+        "scheduler": choose_scheduler(values.pop("scheduler"), findings),
+    }
+    return {**chosen, **{name: SECTIONS[name](**given) for name, given in values.items()}}
+
+
+def _fill_clipping(gradients: dict[str, Any], findings: Findings, drop_in: bool) -> None:
+    """0 turns clipping off; where nothing is said, the drop-in clips as DeepSpeed does."""
+    if "clipping" in gradients:
+        gradients["clipping"] = gradients["clipping"] or None
+    elif drop_in:
+        gradients["clipping"] = DROP_IN_CLIPPING
+        findings.notes.append(
+            f"gradient_clipping: not given, so the global norm is clipped at {DROP_IN_CLIPPING} as in DeepSpeed; "
+            "0 turns it off"
+        )
+
+
+def _check_precision(sections: Mapping[str, Any], findings: Findings) -> None:
+    fp16, bf16, declared = sections["fp16"], sections["bf16"], sections["data_types"].param_dtype
+    if fp16.enabled and bf16.enabled:
+        findings.problems.append("fp16.enabled and bf16.enabled are both true; set one of them to false")
+    mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    if declared not in (None, mode):
+        findings.problems.append(
+            f'data_types.param_dtype: expected "{mode}", which the fp16 and bf16 sections make it, got "{declared}"; '
+            "leave it out, or enable the section that fits"
+        )
+    if fp16.dynamic and fp16.initial_scale < fp16.min_loss_scale:
+        findings.problems.append(
+            f"fp16.min_loss_scale: expected at most 2 ** fp16.initial_scale_power = {fp16.initial_scale:g}, "
+            f"got {fp16.min_loss_scale:g}; lower it, or raise the power"
+        )
+
+
+def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:
+    """Solves the triangle as far as it can be; a key of it that is wrong by itself is not reported twice."""
+    if any(problem.startswith(_BATCH_KEYS) for problem in findings.problems):
+        return config
+    problem = check_numbers(config.batch, data_world)
+    if problem is None and data_world is not None:
+        try:
+            return dataclasses.replace(config, batch_sizes=solve_batch(config.batch, data_world))
+        except ConfigError as error:
+            problem = str(error)
+    if problem is not None:
+        findings.problems.append(problem)
+    return config
+
+
+def _raise_problems(findings: Findings, label: str, drop_in: bool) -> None:
+    problems = findings.problems
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    raise (DropInConfigError if drop_in else ConfigError)(f"{label} has {count}:\n{listed}")

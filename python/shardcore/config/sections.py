@@ -1,0 +1,166 @@
+"""The configuration as the library uses it: frozen sections with a docstring per field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+FloatDtype = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How many samples make a step, as far as the file says."""
+
+    train_batch_size: int | None = None
+    """Samples per optimizer step over the whole job; None is worked out from the others."""
+    micro_batch_size: int | None = None
+    """Samples per rank per forward and backward; None is worked out from the others."""
+    accumulation_steps: int | None = None
+    """Micro-batches per optimizer step; None is worked out from the others, else 1."""
+    managed: bool = True
+    """Whether the engine counts micro-batches; if not, every ``step()`` call is a boundary."""
+    data_parallel_size: int | None = None
+    """Data-parallel ranks the file was written for; a run with another number is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientConfig:
+    """What happens to gradients between backward and update."""
+
+    clipping: float | None = None
+    """Largest global norm; None is no clipping."""
+    prescale: bool = False
+    """Whether to divide gradients before they are reduced over ranks rather than after."""
+    predivide_factor: float = 1.0
+    """With ``prescale``: divide by this before the reduction and by world / factor after it."""
+    communication_dtype: FloatDtype | None = None
+    """Dtype in which gradients travel between ranks; None follows the accumulation dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer the library builds."""
+
+    type: str
+    """Name of a torch optimizer class; DeepSpeed's names are already translated."""
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """The learning-rate schedule the library builds."""
+
+    type: str
+    """Name of a schedule of `shardcore.optim.lr_schedules` or of a torch scheduler class."""
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FP16Config:
+    """Training in float16 with float32 master weights and a loss scale."""
+
+    enabled: bool = False
+    """Whether parameters and activations are float16."""
+    auto_cast: bool = False
+    """Whether floating-point inputs of the model are cast to float16."""
+    loss_scale: float = 0.0
+    """A fixed loss scale; 0 lets it adapt."""
+    initial_scale_power: int = 16
+    """An adaptive scale starts at 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which an adaptive scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are tolerated before an adaptive scale halves."""
+    consecutive_hysteresis: bool = False
+    """Whether a step without overflow makes the tolerance whole again."""
+    min_loss_scale: float = 1.0
+    """An adaptive scale never goes below this."""
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts."""
+        return self.loss_scale == 0.0
+
+    @property
+    def initial_scale(self) -> float:
+        """The loss scale of the first step."""
+        return 2.0**self.initial_scale_power if self.dynamic else self.loss_scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BF16Config:
+    """Training in bfloat16 with float32 master weights."""
+
+    enabled: bool = False
+    """Whether parameters and activations are bfloat16."""
+    check_grad_overflow: bool = True
+    """Whether a step whose gradients hold an inf or NaN is skipped on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataTypesConfig:
+    """Dtypes that do not follow from the precision mode alone."""
+
+    grad_accum_dtype: FloatDtype | None = None
+    """Dtype in which micro-batches are summed; None is float32."""
+    param_dtype: FloatDtype | None = None
+    """What the file says parameters are; it must agree with the fp16 and bf16 sections."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """How parameters, gradients and optimizer states are sharded over data-parallel ranks."""
+
+    stage: int = 0
+    """0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+    reduce_bucket_size: int = 500_000_000
+    """Elements of gradient that are reduced in one collective, at most (a single parameter may exceed it)."""
+    overlap_comm: bool = True
+    """Whether reduction runs while backward goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The loader that the engine builds from ``training_data``."""
+
+    drop_last: bool = False
+    """Whether samples that do not fill a last batch are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig:
+    """What a run says about itself."""
+
+    steps_per_print: int | None = None
+    """Optimizer steps between two progress lines; None prints none."""
+    wall_clock_breakdown: bool = False
+    """Whether the time of each phase of a step is measured and printed."""
+    dump_state: bool = False
+    """Whether the whole configuration is printed on rank 0 at the start."""
+    level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    """Level of the library's logger; None leaves it as it is."""
+
+
+SECTIONS: dict[str, type] = {
+    "batch": BatchConfig,
+    "gradients": GradientConfig,
+    "optimizer": OptimizerConfig,
+    "scheduler": SchedulerConfig,
+    "fp16": FP16Config,
+    "bf16": BF16Config,
+    "data_types": DataTypesConfig,
+    "zero": ZeroConfig,
+    "data": DataConfig,
+    "logging": LoggingConfig,
+}
+"""The sections of `Config` by name; a key of the table targets "section.field"."""
+
+
+def default_of(target: str) -> Any:
+    """The default of a field named as "section.field"; `dataclasses.MISSING` if it has none."""
+    section, name = target.split(".")
+    return next(entry.default for entry in fields(SECTIONS[section]) if entry.name == name)

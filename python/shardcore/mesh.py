@@ -1,0 +1,208 @@
+"""The named axes over which a job is split, and the process group of each.
+
+Axes, outermost first: ``pp, replicate, shard, cp, tp``; ``dp`` is ``replicate x shard``. ``tp`` is innermost, so that
+its ranks share a node. One process needs neither a launcher nor a process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from shardcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_AXES = ("pp", "replicate", "shard", "cp", "tp")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis as this rank sees it: the ranks along it, and the process group that joins them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    """This process's position along the axis, 0 <= rank < size."""
+    group: dist.ProcessGroup | None
+    """None where the axis has one rank: then no collective is needed."""
+    mesh: Mesh | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal exactly for axes over the same ranks, whatever their names."""
+        return f"{self.ranks[0]}.{self.size}.{crc32(repr(self.ranks).encode()):08x}"
+
+
+def init_process_group(device: str | None = None) -> None:
+    """Join the job that the launcher described in the environment; a single process joins nothing.
+
+    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` as torchrun and shardcore-launch set them.
+    Collective over all ranks. CPU tensors always go through gloo, CUDA tensors through NCCL.
+    """
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return
+    backend = "cpu:gloo,cuda:nccl" if (device or default_device().type) == "cuda" else "gloo"
+    dist.init_process_group(backend)
+    # Without an explicit end gloo's threads may be torn down in the wrong order and abort a finished job.
+    atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def default_device() -> torch.device:
+    """``cuda:LOCAL_RANK`` where CUDA is present, else ``cpu``."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class Mesh:
+    """The ranks of the job as a grid of named axes. Collective over all ranks: every rank makes the same Mesh.
+
+    Args:
+        dp: data-parallel ranks (``replicate x shard``); None takes what the other axes leave.
+        tp, pp, cp: tensor, pipeline and context parallel sizes.
+        ep: expert parallel size; must divide ``dp``.
+        replicate: number of copies of the sharded model (hybrid sharding); must divide ``dp``.
+        replicate_inside: put the copies inside the node and the shards across nodes.
+        device: ``"cpu"`` or ``"cuda"``; None means CUDA where present.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of ranks; the message names all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp: int | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        replicate: int = 1,
+        replicate_inside: bool = False,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.device = torch.device(device) if device is not None else default_device()
+        if self.device.type == "cuda":
+            self.device = default_device() if self.device.index is None else self.device
+            torch.cuda.set_device(self.device)
+        init_process_group(self.device.type)
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        dp = _check_sizes(self.world, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=replicate)
+        shape = {"pp": pp, "replicate": replicate, "shard": dp // replicate, "cp": cp, "tp": tp}
+        order = ("pp", "shard", "replicate", "cp", "tp") if replicate_inside else _AXES
+        self._grid = torch.arange(self.world).reshape([shape[name] for name in order])
+        self._order = order
+        self.ep = ep
+        self._axes = {name: self._make_axis(name, (name,)) for name in _AXES}
+        self._axes["dp"] = self._make_dp()
+
+    @classmethod
+    def from_torch(cls, mesh: DeviceMesh) -> Mesh:
+        """A Mesh over an existing 1-D (shard) or 2-D (replicate, shard) DeviceMesh that spans all ranks."""
+        if mesh.ndim not in (1, 2):
+            raise ConfigError(
+                f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 (shard) or 2 "
+                "(replicate, shard) dimensions, or build shardcore.Mesh(...) with named sizes"
+            )
+        replicate = mesh.size(0) if mesh.ndim == 2 else 1
+        return cls(dp=mesh.size(), replicate=replicate, device=mesh.device_type)
+
+    def __getitem__(self, name: str) -> Axis:
+        """The axis ``name``: pp, dp, replicate, shard, cp or tp."""
+        if name not in self._axes:
+            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
+        return self._axes[name]
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch this rank reads, 0 <= data_rank < data_world."""
+        return self._axes["dp"].rank
+
+    @property
+    def data_world(self) -> int:
+        """Into how many slices the global batch is split."""
+        return self._axes["dp"].size
+
+    @cached_property
+    def torch(self) -> DeviceMesh:
+        """The same grid as torch's DeviceMesh, with the axes ``pp, replicate, shard, cp, tp``. Collective on first use."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(_destroy_process_group)
+        return DeviceMesh(self.device.type, self._grid, mesh_dim_names=self._order)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={self._axes[name].size}" for name in _AXES)
+        return f"Mesh({sizes}; rank {self.rank} of {self.world}, {self.device.type})"
+
+    def _make_dp(self) -> Axis:
+        """Replicate and shard as one axis; the existing group where one of the two is trivial."""
+        for name, other in (("shard", "replicate"), ("replicate", "shard")):
+            if self._axes[other].size == 1:
+                axis = self._axes[name]
+                return Axis("dp", axis.ranks, axis.rank, axis.group, self)
+        return self._make_axis("dp", ("replicate", "shard"))
+
+    def _make_axis(self, name: str, dims: tuple[str, ...]) -> Axis:
+        """Make the process groups along ``dims``, on all ranks in the same order, and return this rank's."""
+        kept = [self._order.index(dim) for dim in dims]
+        rest = [i for i in range(len(self._order)) if i not in kept]
+        rows = self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept)).tolist()
+        mine: Axis | None = None
+        for row in rows:
+            if len(row) == 1:
+                group = None
+            elif len(row) == self.world:
+                group = dist.group.WORLD
+            else:
+                group = dist.new_group(row)
+            if self.rank in row:
+                mine = Axis(name, tuple(row), row.index(self.rank), group if len(row) > 1 else None, self)
+        if mine is None:  # the grid holds every rank, so this is a fault of the grid, not of the user
+            raise ConfigError(f"rank {self.rank} is not in the mesh of {self.world} ranks")
+        return mine
+
+
+def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
+    """The data-parallel size that fits ``world``, or a ConfigError naming every size."""
+    given = {"dp": dp, **sizes}
+    text = f"Mesh({', '.join(f'{k}={v}' for k, v in given.items())}) on {world} ranks"
+    for name, size in given.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{text}: {name} must be a whole number of at least 1, got {size!r}")
+    model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if world % model:
+        raise ConfigError(
+            f"{text}: tp x pp x cp = {model} does not divide the {world} ranks; start a multiple of {model} ranks, or lower one of them"
+        )
+    left = world // model
+    if dp is not None and dp != left:
+        raise ConfigError(
+            f"{text}: dp x tp x pp x cp = {dp * model}, expected {world}; leave dp out (it becomes {left}) or start {dp * model} ranks"
+        )
+    for name in ("replicate", "ep"):
+        if left % sizes[name]:
+            raise ConfigError(f"{text}: {name}={sizes[name]} does not divide the {left} data-parallel ranks; choose a divisor of {left}")
+    return left

@@ -1,0 +1,81 @@
+"""This rank's master weights, cut into the few tensors that an optimizer works on.
+
+Neighbouring parameters of one group and one set of options are one piece, so an update is a few large tensors however many
+parameters a model has. A parameter without a gradient must be skipped (no weight decay, no moment update); a piece that
+holds such a parameter is cut into its parameters the first time this happens, with its optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from shardcore.protocols import ParameterSlot, ShardedGroup
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A range of a group's shard whose parameters share options; ``tensor`` is a view of the group's masters."""
+
+    group: ShardedGroup
+    options: int
+    """Index of the optimizer's parameter group."""
+    start: int
+    stop: int
+    slots: tuple[ParameterSlot, ...]
+    tensor: torch.Tensor
+
+    def set_gradient(self, *, active: bool) -> None:
+        """Give the optimizer this piece's part of the reduced gradient, or none."""
+        if not active:
+            self.tensor.grad = None
+            return
+        grad = self.group.grad_shard[self.start : self.stop]
+        self.tensor.grad = grad if grad.dtype == self.tensor.dtype else grad.to(self.tensor.dtype)
+
+
+def cut_into_pieces(groups: Sequence[ShardedGroup], options_of: dict[torch.nn.Parameter, int]) -> list[Piece]:
+    """The pieces of all trainable groups, in order; parameters that the optimizer does not hold are left out."""
+    pieces = []
+    for group in groups:
+        if not group.trainable:
+            continue
+        ranges = [(slot, *group.local_range(slot)) for slot in group.slots]
+        here = [(slot, offset, offset + stop - start) for slot, start, stop, offset in ranges if stop > start]
+        for options, run in groupby(here, key=lambda item: options_of.get(item[0].param)):
+            if options is None:
+                continue
+            members = list(run)
+            pieces.append(_piece(group, options, members[0][1], members[-1][2], tuple(slot for slot, _, _ in members)))
+    return pieces
+
+
+def split(piece: Piece, optimizer: torch.optim.Optimizer) -> list[Piece]:
+    """Cut a piece into one per parameter, with its optimizer state, in place in ``optimizer``."""
+    parts = []
+    for slot in piece.slots:
+        start, stop, offset = piece.group.local_range(slot)
+        parts.append(_piece(piece.group, piece.options, offset, offset + stop - start, (slot,)))
+    state = optimizer.state.pop(piece.tensor, {})
+    for part in parts:
+        if state:
+            optimizer.state[part.tensor] = {key: _cut(value, piece, part) for key, value in state.items()}
+    params = optimizer.param_groups[piece.options]["params"]
+    position = next(i for i, tensor in enumerate(params) if tensor is piece.tensor)
+    params[position : position + 1] = [part.tensor for part in parts]
+    return parts
+
+
+def _piece(group: ShardedGroup, options: int, start: int, stop: int, slots: tuple[ParameterSlot, ...]) -> Piece:
+    return Piece(group, options, start, stop, slots, group.master[start:stop])
+
+
+def _cut(value: object, whole: Piece, part: Piece) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == whole.stop - whole.start and value.dim() == 1:
+        return value[part.start - whole.start : part.stop - whole.start]
+    return value.clone()

@@ -1,0 +1,52 @@
+"""Whether an optimizer treats elements one by one, which running it on pieces of parameters requires."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+
+import torch
+
+from shardcore.errors import ConfigError
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Try the optimizer on a small vector, whole and cut in two; the results must agree.
+
+    Raises:
+        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers), or the optimizer needs matrices (Muon) or
+            a closure (LBFGS).
+    """
+    name = type(optimizer).__name__
+    torch_state = torch.get_rng_state()
+    try:
+        whole = _run(optimizer, [8])
+        cut = _run(optimizer, [3, 5])
+    except Exception as error:  # whatever a foreign optimizer raises when given vectors means the same to the user
+        raise ConfigError(
+            f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: {error}). Use an "
+            "element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
+        ) from error
+    finally:
+        torch.set_rng_state(torch_state)
+    if not torch.allclose(whole, cut, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding would train another "
+            "model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
+        )
+
+
+def _run(optimizer: torch.optim.Optimizer, sizes: list[int]) -> torch.Tensor:
+    """Three steps of a copy of ``optimizer`` on a fixed vector cut into ``sizes``; returns the vector."""
+    values = torch.linspace(-1.0, 2.0, 8)
+    pieces = [piece.clone() for piece in values.split(sizes)]
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    trial.param_groups = [{**options, "params": pieces, "lr": 0.05}]
+    for step in range(3):
+        grads = torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8)
+        for piece, grad in zip(pieces, grads.split(sizes), strict=True):
+            piece.grad = grad.clone()
+        type(optimizer).step(trial)
+    return torch.cat(pieces)

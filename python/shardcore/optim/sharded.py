@@ -1,0 +1,300 @@
+"""``shardcore.optimizer``: any element-wise torch optimizer over the shards of a model, as a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shardcore import comm
+from shardcore.errors import ConfigError, StateError
+from shardcore.optim.loss_scale import ConstantScale, DynamicScale
+from shardcore.optim.pieces import Piece, cut_into_pieces, split
+from shardcore.optim.probe import check_elementwise
+from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
+from shardcore.protocols import LossScale, ShardedGroup, ShardedRoot
+
+_log = logging.getLogger("shardcore")
+
+
+def optimizer(
+    algorithm: type[torch.optim.Optimizer] | str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+    targets: nn.Module | Sequence[nn.Module] | Iterable[nn.Parameter] | Iterable[Options],
+    *,
+    max_grad_norm: float | None = None,
+    loss_scale: LossScale | None = None,
+    **options: Any,
+) -> ShardedOptimizer:
+    """An optimizer over sharded modules. Every rank makes the same one.
+
+    Args:
+        algorithm: an element-wise torch optimizer as class, name (``"adamw"``), function of parameter groups, or instance
+            (built before or after sharding; its groups and options are kept, its state must be empty).
+        targets: sharded module(s), parameters, or parameter groups as torch takes them. Ignored parameters stay as they are.
+        max_grad_norm: clip the global norm of the mean gradient to this, as ``torch.nn.utils.clip_grad_norm_``.
+        loss_scale: overrides the scale that the modules' precision asks for.
+        **options: passed on (``lr``, ``betas``, ``weight_decay``, ``fused``, ...).
+
+    Raises:
+        ConfigError: parameters that belong to no sharded module, none that is trainable, an optimizer that is not
+            element-wise, a non-positive ``max_grad_norm``.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping")
+    if isinstance(algorithm, torch.optim.Optimizer):
+        if options:
+            raise ConfigError(f"options {sorted(options)} were given beside an optimizer instance; set them on the instance")
+        return ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
+    build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
+    roots, groups = resolve_targets(targets)
+    return ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Runs an inner optimizer on this rank's pieces of the master weights.
+
+    ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is
+    collective over the data-parallel axis.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[list[Options]], torch.optim.Optimizer],
+        roots: Sequence[ShardedRoot],
+        groups: list[Options],
+        max_grad_norm: float | None,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self._roots = roots
+        options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
+        self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
+        self.inner = build([{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)])
+        """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
+        check_elementwise(self.inner)
+        for public, inner in zip(groups, self.inner.param_groups, strict=True):
+            for key, value in inner.items():
+                public.setdefault(key, value)
+        super().__init__(groups, self.inner.defaults)
+        self.param_groups = groups
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale: LossScale = loss_scale or _default_scale(roots)
+        for root in roots:
+            root.set_loss_scale(self.loss_scale)
+        self.track_grad_norm = False
+        """Compute ``grad_norm`` at each step even where nothing else needs it."""
+        self.num_steps = 0
+        self.num_skipped_steps = 0
+        self.step_was_applied = False
+        self._norm: torch.Tensor | None = None
+
+    @classmethod
+    def from_instance(
+        cls,
+        instance: torch.optim.Optimizer,
+        targets: Any,
+        max_grad_norm: float | None,
+        loss_scale: LossScale | None,
+    ) -> ShardedOptimizer:
+        """Take over an optimizer that the user built; its groups are matched to the sharded parameters by identity.
+
+        The instance's ``step`` and ``zero_grad`` become the sharded ones, so that a loop that still calls it trains.
+        """
+        if isinstance(instance, ShardedOptimizer):
+            raise ConfigError("this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is")
+        if instance.state:
+            raise StateError(f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded")
+        named = named_options(instance, targets)
+        roots, groups = resolve_targets(named)
+
+        def build(pieces: list[Options]) -> torch.optim.Optimizer:
+            inner = copy.copy(instance)
+            inner.param_groups = [{**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)]
+            return inner
+
+        sharded = cls(build, roots, groups, max_grad_norm, loss_scale)
+        # The very dicts of the instance, since schedulers made for it write into them.
+        for group in groups:
+            group.pop("param_names", None)
+        sharded.param_groups = instance.param_groups
+        instance.step = sharded.step  # type: ignore[method-assign]
+        instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+        return sharded
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's mean gradient before clipping, after unscaling; None if it was not needed."""
+        return None if self._norm is None else float(self._norm)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Apply the window's gradients. Collective over the data-parallel axis.
+
+        Clips, skips a step with non-finite gradients where the precision asks for it (see ``step_was_applied``), and starts
+        gathering updated parameters where these are whole.
+
+        Raises:
+            StateError: no backward has produced a gradient since the last ``zero_grad``; or fp16 overflow at the minimum scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._step()
+        except Exception as error:
+            comm.report_failure(error)
+            raise
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the window's gradients; with ``set_to_none=False`` they count as zeros."""
+        for root in self._roots:
+            root.clear_gradients(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's optimizer state: loads only into the same model on the same mesh."""
+        options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        return {
+            "pieces": [(p.group.index, p.start, p.stop) for p in self._pieces],
+            "state": [self.inner.state.get(p.tensor, {}) for p in self._pieces],
+            "param_groups": options,
+            "loss_scale": self.loss_scale.state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped_steps": self.num_skipped_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave on this rank.
+
+        Raises:
+            ConfigError: it comes from another model or mesh.
+        """
+        self._match_pieces([tuple(p) for p in state_dict["pieces"]])
+        for piece, state in zip(self._pieces, state_dict["state"], strict=True):
+            self.inner.state[piece.tensor] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(options)
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.num_steps = int(state_dict["num_steps"])
+        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
+
+    def _match_pieces(self, wanted: list[tuple[int, int, int]]) -> None:
+        """Cut pieces that were cut when the state was saved."""
+        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
+            for piece in list(self._pieces):
+                if (piece.group.index, piece.start, piece.stop) not in wanted:
+                    self._split(piece)
+        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
+            raise ConfigError("optimizer state of another model, mesh or set of parameter groups; load it where it was saved")
+
+    def _step(self) -> None:
+        self.step_was_applied = False
+        present = [flags for root in self._roots for flags in root.finish_gradients()]
+        groups = [group for root in self._roots for group in root.groups if group.trainable]
+        if not any(any(flags) for flags in present):
+            raise StateError("step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank")
+        scale = self.loss_scale.scale
+        if not self._scale_gradients(groups, scale):
+            self._skip(groups, scale)
+            return
+        self.loss_scale.update(overflow=False)
+        has_gradient = {slot.param: flag for g, flags in zip(groups, present, strict=True) for slot, flag in zip(g.slots, flags, strict=True)}
+        self._set_gradients(has_gradient)
+        for group in groups:
+            group.adopt_edits_if_any()
+        for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
+        self.inner.step()
+        for group, flags in zip(groups, present, strict=True):
+            if any(flags):
+                group.publish()
+        self.num_steps += 1
+        self.step_was_applied = True
+
+    def _scale_gradients(self, groups: Sequence[ShardedGroup], scale: float) -> bool:
+        """Unscale and clip in one pass. False if the step must be skipped for an inf or NaN on any rank."""
+        skips = any(root.skip_nonfinite for root in self._roots)
+        if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
+            self._norm = None
+            if scale != 1.0:
+                for group in groups:
+                    group.grad_shard.mul_(1 / scale)
+            return True
+        self._norm = norm = self._global_norm() / scale
+        if skips and not math.isfinite(norm):
+            return False
+        if self.max_grad_norm is None:
+            factor: float | torch.Tensor = 1 / scale
+        else:
+            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
+            factor = float(factor) if norm.device.type == "cpu" else factor
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            for group in groups:
+                group.grad_shard.mul_(factor)
+        return True
+
+    def _global_norm(self) -> torch.Tensor:
+        """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
+        total: torch.Tensor | None = None
+        for root in self._roots:
+            norms = [torch.linalg.vector_norm(group.grad_shard) for group in root.groups if group.trainable]
+            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+            squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
+            total = squares if total is None else total + squares
+        return cast(torch.Tensor, total).sqrt()
+
+    def _skip(self, groups: Sequence[ShardedGroup], scale: float) -> None:
+        self.num_skipped_steps += 1
+        where = _first_nonfinite(groups)
+        try:
+            self.loss_scale.update(overflow=True)
+        except StateError as error:
+            raise StateError(f"step {self.num_steps + self.num_skipped_steps}: {error} {where}") from None
+        if self._roots[0].data_axis.rank == 0:
+            _log.warning(
+                "step %d skipped: non-finite gradient (%s); loss scale %g -> %g, %d skipped so far",
+                self.num_steps + self.num_skipped_steps,
+                where or "on another rank",
+                scale,
+                self.loss_scale.scale,
+                self.num_skipped_steps,
+            )
+
+    def _set_gradients(self, has_gradient: dict[nn.Parameter, bool]) -> None:
+        for piece in list(self._pieces):
+            flags = {has_gradient[slot.param] for slot in piece.slots}
+            for part in self._split(piece) if len(flags) == 2 else [piece]:
+                part.set_gradient(active=has_gradient[part.slots[0].param])
+
+    def _split(self, piece: Piece) -> list[Piece]:
+        parts = split(piece, self.inner)
+        position = self._pieces.index(piece)
+        self._pieces[position : position + 1] = parts
+        return parts
+
+
+def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:
+    """What the precision of the roots asks for; roots of one optimizer share one scale."""
+    for root in roots:
+        asked = root.precision.loss_scale
+        if isinstance(asked, (int, float)):
+            return ConstantScale(float(asked))
+        is_half = any(slot.param.dtype == torch.float16 for group in root.groups if group.trainable for slot in group.slots)
+        if asked == "dynamic" or is_half:
+            return DynamicScale()
+    return ConstantScale()
+
+
+def _first_nonfinite(groups: Sequence[ShardedGroup]) -> str:
+    """Where this rank's shard has its first inf or NaN, for the log."""
+    for group in groups:
+        for slot in group.slots:
+            start, stop, offset = group.local_range(slot)
+            if not torch.isfinite(group.grad_shard[offset : offset + stop - start]).all():
+                return f"first in {slot.name!r}"
+    return ""

@@ -1,0 +1,98 @@
+"""From what a user passes to an optimizer to parameter groups over sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.errors import ConfigError
+from shardcore.protocols import ShardedRoot, find_root, find_slot
+
+Options = dict[str, Any]
+
+
+def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
+    """(roots, parameter groups) for module(s), parameters or groups of parameters; groups and their options are kept.
+
+    Raises:
+        ConfigError: no parameters, none trainable, or some that belong to no sharded module (all counted, some named).
+    """
+    groups = _as_groups(targets)
+    params = [param for group in groups for param in group["params"]]
+    if not params:
+        raise ConfigError("the optimizer got no parameters: every group is empty. Pass a sharded model or its parameters")
+    strangers = [param for param in params if find_slot(param) is None]
+    if strangers:
+        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
+        raise ConfigError(
+            f"the optimizer holds {len(strangers)} of {len(params)} parameters that are not in a sharded module (shapes {shapes}, ...). "
+            "Call shardcore.shard(model, ...) first and pass that model's parameters"
+        )
+    if len(set(params)) != len(params):
+        raise ConfigError(f"{len(params) - len(set(params))} parameters are in the optimizer twice; list each once")
+    if not any(param.requires_grad for param in params):
+        raise ConfigError(f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be trained")
+    roots = list(dict.fromkeys(_slot_root(param) for param in params))
+    return roots, groups
+
+
+def named_options(instance: torch.optim.Optimizer, targets: Any) -> list[Options]:
+    """The instance's groups, checked to lie within ``targets`` where these are modules."""
+    modules = [targets] if isinstance(targets, nn.Module) else [t for t in targets or () if isinstance(t, nn.Module)]
+    known = {param for module in modules for param in module.parameters()}
+    held = [param for group in instance.param_groups for param in group["params"]]
+    unknown = [param for param in held if param not in known]
+    if modules and unknown:
+        raise ConfigError(
+            f"the optimizer holds {len(unknown)} of {len(held)} parameters that are not in the model; build it over model.parameters()"
+        )
+    return [dict(group) for group in instance.param_groups]
+
+
+def find_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of ``torch.optim`` called ``name``, in any case."""
+    classes = {
+        key.lower(): cls
+        for key, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    if name.lower() not in classes:
+        near = get_close_matches(name.lower(), classes, n=3)
+        raise ConfigError(f"unknown optimizer {name!r}; {'did you mean ' + ' or '.join(near) if near else 'known: ' + ', '.join(sorted(classes))}?")
+    return classes[name.lower()]
+
+
+def _as_groups(targets: Any) -> list[Options]:
+    if isinstance(targets, nn.Module):
+        targets = [targets]
+    items: Sequence[Any] = list(targets) if isinstance(targets, Iterable) else [targets]
+    if items and all(isinstance(item, nn.Module) for item in items):
+        for module in items:
+            if find_root(module) is None:
+                raise ConfigError(f"{type(module).__name__} is not sharded; call shardcore.shard(model, stage=...) before the optimizer")
+        return [{"params": list(dict.fromkeys(p for module in items for p in module.parameters()))}]
+    if items and all(isinstance(item, dict) for item in items):
+        return [{**item, "params": _as_parameters(item.get("params"))} for item in items]
+    return [{"params": _as_parameters(items)}]
+
+
+def _as_parameters(params: Any) -> list[nn.Parameter]:
+    if isinstance(params, torch.Tensor):
+        return [params]  # type: ignore[list-item]
+    listed = [param[1] if isinstance(param, tuple) else param for param in (params or ())]
+    wrong = [type(param).__name__ for param in listed if not isinstance(param, torch.Tensor)]
+    if wrong:
+        raise ConfigError(f"expected modules, parameters, or dicts with 'params'; got {', '.join(sorted(set(wrong)))}")
+    return listed
+
+
+def _slot_root(param: nn.Parameter) -> ShardedRoot:
+    slot = find_slot(param)
+    if slot is None:
+        raise ConfigError("parameter without a sharded module")
+    root: ShardedRoot = slot.group.root
+    return root

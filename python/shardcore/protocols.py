@@ -1,0 +1,112 @@
+"""What the rooms ``zero``, ``optim``, ``checkpoint`` ... may know of one another.
+
+Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRoot` on the module it sharded and a
+:class:`ParameterSlot` on every parameter; others find them here by the two functions at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardcore.mesh import Axis
+
+_ROOT_ATTRIBUTE = "_shardcore_root"
+_SLOT_ATTRIBUTE = "_shardcore_slot"
+
+
+class LossScale(Protocol):
+    """The factor by which a loss is multiplied before backward, and the gradients divided before the update."""
+
+    @property
+    def scale(self) -> float: ...
+
+    def update(self, *, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ShardedGroup(Protocol):
+    """The parameters of one unit that share dtype and trainability, in one flat buffer (house: ShardGroup)."""
+
+    name: str
+    index: int
+    trainable: bool
+    slots: Sequence[ParameterSlot]
+
+    @property
+    def master(self) -> torch.Tensor:
+        """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit)."""
+
+    @property
+    def grad_shard(self) -> torch.Tensor:
+        """[shard_numel] this rank's reduced gradient; meaningful after ``ShardedRoot.finish_gradients``."""
+
+    def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
+        """(start, stop, shard_offset): this rank's piece as a range of the flattened parameter."""
+
+    def adopt_edits_if_any(self) -> None:
+        """Take values that the user wrote into whole parameters into the masters."""
+
+    def publish(self) -> None:
+        """Make the updated master weights the parameters: cast, and gather where parameters are whole. Collective."""
+
+
+class ShardedRoot(Protocol):
+    """A sharded model: its groups and the bookkeeping of one optimizer window."""
+
+    groups: Sequence[ShardedGroup]
+    shard_axis: Axis
+    data_axis: Axis
+    device: torch.device
+    skip_nonfinite: bool
+    precision: Any
+
+    def finish_gradients(self) -> list[list[bool]]:
+        """Reduce what is not reduced yet; per trainable group and slot: has any rank a gradient? Collective."""
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window."""
+
+    def set_loss_scale(self, scale: LossScale) -> None:
+        """Use this scale for plain ``loss.backward()`` from now on."""
+
+
+@dataclass(eq=False, slots=True)
+class ParameterSlot:
+    """Where one parameter lives: its group, its index there, and its full name in the model."""
+
+    group: Any
+    index: int
+    name: str
+    aliases: tuple[str, ...]
+    param: torch.nn.Parameter
+    numel: int
+    offset: int
+    """Start in the group's flat buffer, in elements."""
+
+
+def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
+    """Leave ``root`` on the module; kept out of ``module.__dict__``'s submodules and of ``state_dict``."""
+    object.__setattr__(module, _ROOT_ATTRIBUTE, root)
+
+
+def find_root(module: torch.nn.Module) -> Any | None:
+    """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None."""
+    return module.__dict__.get(_ROOT_ATTRIBUTE)
+
+
+def attach_slot(slot: ParameterSlot) -> None:
+    """Leave the slot on its parameter."""
+    setattr(slot.param, _SLOT_ATTRIBUTE, slot)
+
+
+def find_slot(param: torch.Tensor) -> ParameterSlot | None:
+    """The slot of a sharded parameter, or None for any other tensor."""
+    return param.__dict__.get(_SLOT_ATTRIBUTE)

@@ -1,0 +1,7 @@
+"""ZeRO and plain data parallelism: one group mechanism, of which a stage is a setting."""
+
+from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
+from shardcore.zero.policy import Precision
+from shardcore.zero.shard import shard
+
+__all__ = ["Precision", "gathered", "local_shard", "no_sync", "reset_iteration", "shard", "state_dict", "summon"]

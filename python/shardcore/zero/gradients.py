@@ -1,0 +1,229 @@
+"""The gradients of one group: summed over micro-batches and uses, reduced over ranks, kept whole or as a shard.
+
+There is one door, :meth:`GroupGradients.accumulate`; autograd hooks and other producers of gradients use it alike. The
+whole buffer is one storage with a view per parameter. Where gradients are sharded it exists only from the first gradient
+of a backward to the end of its reduction, by resizing that storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardcore import _torch_private as private
+from shardcore import comm
+from shardcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardcore.mesh import Axis
+    from shardcore.plan import ShardLayout
+    from shardcore.protocols import ParameterSlot
+
+
+class GroupGradients:
+    """Gradient buffers of a group of ``padded_numel`` elements over a shard axis of S ranks.
+
+    Local gradients are divided by the number of data-parallel ranks as they enter (stage 0: after the all-reduce, so that
+    ``param.grad`` may be accumulated into by autograd itself).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: ShardLayout,
+        slots: Sequence[ParameterSlot],
+        *,
+        shard_axis: Axis,
+        replicate_axis: Axis,
+        keep_whole: bool,
+        expose: bool,
+        sum_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self._slots = slots
+        self._shard_axis = shard_axis
+        self._replicate_axis = replicate_axis
+        self._keep_whole = keep_whole or shard_axis.size == 1
+        self._reduce_dtype = reduce_dtype
+        self._world = shard_axis.size * replicate_axis.size
+        self.exposed = expose
+        """Whether ``param.grad`` shows the reduced gradient (stage 0), as users of DDP expect."""
+
+        self._full = torch.empty(layout.padded_numel, dtype=sum_dtype, device=device)
+        self._views = [self._full[s.offset : s.offset + s.numel].view(s.param.shape) for s in slots]
+        self._gaps = [self._full[start:stop] for start, stop in layout.gaps()]
+        self._nbytes = self._full.untyped_storage().nbytes()
+        start = shard_axis.rank * layout.shard_numel
+        self._own = self._full[start : start + layout.shard_numel]
+        self._shard: torch.Tensor | None = self._own if self._keep_whole else None
+        self._rest = (self._full[:start], self._full[start + layout.shard_numel :])
+        self._resize(0)
+
+        self.present = [False] * len(slots)
+        """Which parameters got a gradient on this rank since the last clear."""
+        self.has_local = False
+        """The whole buffer holds gradients of this rank that no reduction has taken yet."""
+        self._written = [False] * len(slots)
+        self._shown = [False] * len(slots)
+        self._reduced = False
+        self._handle: comm.Handle | None = None
+        self._sent: torch.Tensor | None = None
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """[shard_numel] the reduced mean gradient of this rank's shard (zeros before any reduction)."""
+        if self._keep_whole:
+            self._allocate()
+            return self._own
+        if self._shard is None:
+            self._shard = torch.zeros(self._own.shape, dtype=self._full.dtype, device=self._full.device)
+        return self._shard
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Add ``grad`` (the shape of parameter ``index``, any float dtype) to the window's sum."""
+        if grad.is_sparse:
+            raise ConfigError(
+                f"parameter {self._slots[index].name!r} got a sparse gradient; sparse gradients are not supported: build the "
+                "embedding with sparse=False"
+            )
+        self.finish_reduce()
+        self._open()
+        self.present[index] = True
+        view = self._views[index]
+        if self.holds(index, grad):
+            self._written[index] = True  # autograd has added into the buffer itself
+        elif self._written[index] and not self._shown[index]:
+            view.add_(grad, alpha=self._prescale)
+        else:  # the first of the window, or the user has reset param.grad since it was shown
+            self._write(view, grad)
+            self._written[index] = True
+            self._shown[index] = False
+
+    def holds(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is this buffer's own memory for the parameter."""
+        return grad.numel() > 0 and grad.data_ptr() == self._views[index].data_ptr()
+
+    def start_reduce(self) -> None:
+        """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
+        self._open()
+        self.has_local = False
+        if not all(self._written):
+            private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
+        buffer = self._full
+        if self._reduce_dtype != buffer.dtype and self._world > 1:
+            buffer = self._sent = buffer.to(self._reduce_dtype)
+        if self._shard_axis.size > 1:
+            self._handle = comm.reduce_shards(buffer, self._shard_axis, self.name)
+        else:
+            self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
+
+    def finish_reduce(self) -> None:
+        """Wait for a reduction under way and take its result; nothing if there is none."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.wait()
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            start = self._own.storage_offset()
+            self._own.copy_(sent[start : start + self._own.numel()])
+        if self._shard_axis.size > 1 and self._replicate_axis.size > 1:
+            comm.all_reduce(self._own, self._replicate_axis, self.name).wait()
+        if self._post_divide:
+            self._full.mul_(1 / self._world)
+        if not self._keep_whole:
+            self._store_shard()
+        self._reduced = True
+
+    def expose(self) -> None:
+        """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
+        if not self.exposed:
+            return
+        for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
+            if self.present[i]:
+                slot.param.grad = view
+                self._shown[i] = True
+
+    def drop_unset(self) -> None:
+        """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
+        if self.exposed:
+            for i, slot in enumerate(self._slots):
+                self.present[i] = self.present[i] and slot.param.grad is not None
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
+        self.finish_reduce()
+        self.has_local = self._reduced = False
+        self._written = [False] * len(self._slots)
+        self._shown = [False] * len(self._slots)
+        if set_to_none:
+            self.present = [False] * len(self._slots)
+            if self.exposed:
+                for slot in self._slots:
+                    slot.param.grad = None
+        else:
+            self.shard.zero_()
+            self._reduced = True
+        if not self._keep_whole:
+            self._resize(0)
+
+    def abandon(self) -> None:
+        """Drop everything after a failed step, without waiting for other ranks."""
+        self._handle = self._sent = None
+        self.clear(set_to_none=True)
+
+    @property
+    def _prescale(self) -> float:
+        return 1.0 if self._post_divide else 1 / self._world
+
+    @property
+    def _post_divide(self) -> bool:
+        return self.exposed and self._world > 1
+
+    def _write(self, view: torch.Tensor, grad: torch.Tensor) -> None:
+        if self._prescale == 1.0:
+            view.copy_(grad)
+        elif grad.dtype == view.dtype:
+            torch.mul(grad, self._prescale, out=view)
+        else:
+            view.copy_(grad).mul_(self._prescale)
+
+    def _open(self) -> None:
+        """Make the whole buffer ready for this rank's contributions."""
+        if self.has_local:
+            return
+        self.has_local = True
+        self._allocate()
+        reduced_in_place = self._keep_whole and self._reduced
+        self._written = [reduced_in_place] * len(self._slots)
+        if reduced_in_place and self._shard_axis.size > 1:
+            # Our own shard already holds reduced sums; what the other ranks' places hold was reduced into theirs.
+            for part in self._rest:
+                part.zero_()
+
+    def _allocate(self) -> None:
+        if not self._is_open():
+            self._resize(self._nbytes)
+            if self._gaps:
+                private.zero_all(self._gaps)
+            if self._keep_whole:
+                self._full.zero_()
+
+    def _store_shard(self) -> None:
+        if self._shard is None:
+            self._shard = self._own.clone()
+        elif self._reduced:
+            self._shard.add_(self._own)
+        else:
+            self._shard.copy_(self._own)
+        self._resize(0)
+
+    def _is_open(self) -> bool:
+        return self._full.untyped_storage().nbytes() == self._nbytes
+
+    def _resize(self, nbytes: int) -> None:
+        self._full.untyped_storage().resize_(nbytes)

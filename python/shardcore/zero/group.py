@@ -1,0 +1,242 @@
+"""The one mechanism behind every stage: the parameters of a unit in one flat buffer, whole or as this rank's shard.
+
+Releasing and gathering resize the buffer's one storage. The alternatives were tried: swapping ``param.data`` leaves what
+autograd saved (a view such as ``weight.t()``) holding the old memory, and a buffer shared by units lets the next unit
+overwrite what autograd saved, silently. A resized storage keeps parameter identity, keeps saved views valid once gathered
+again, and leaves version counters alone, because the gather writes through the flat tensor, which has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcore import _torch_private as private
+from shardcore import comm
+from shardcore.errors import StateError
+from shardcore.zero.gradients import GroupGradients
+from shardcore.zero.guard import guard_class
+from shardcore.zero.state import ParamState, check_move
+
+if TYPE_CHECKING:
+    from shardcore.mesh import Axis
+    from shardcore.plan import ShardLayout
+    from shardcore.protocols import ParameterSlot
+    from shardcore.zero.policy import Policy, Precision
+
+_EXTERNAL_USE_HINT = (
+    "its data are released outside the model's forward and backward. To read or edit it: "
+    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: shardcore.local_shard(param)"
+)
+
+
+class ShardGroup:
+    """Parameters that share a unit, dtype and trainability.
+
+    Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
+    ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        layout: ShardLayout,
+        slots: Sequence[ParameterSlot],
+        *,
+        policy: Policy,
+        precision: Precision,
+        shard_axis: Axis,
+        replicate_axis: Axis,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.layout = layout
+        self.slots = slots
+        self.trainable = layout.trainable
+        self.policy = policy
+        self.root: Any = None
+        """The :class:`Root` that this group belongs to."""
+        self.holders: set[Any] = set()
+        """Who uses the whole parameters now; the last one to leave releases them."""
+        self.on_demand: Callable[[ShardGroup], bool] = lambda group: False
+        """Asked when a released parameter is used: gathers it and returns True where that is legal."""
+        self.exporting = False
+        """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
+
+        self._exported: list[torch.Tensor] = []
+
+        self._axis = shard_axis
+        self.data_axis = _data_axis(shard_axis, replicate_axis)
+        self._classes = [type(slot.param) for slot in slots]
+        self.state = ParamState.UNSHARDED
+        dtype = slots[0].param.dtype if slots else torch.float32
+        self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self._adopt_parameters()
+        comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
+        self.releases = policy.shards_params
+        self.own = self.full[self._slice]
+        if self.releases and shard_axis.size > 1:
+            self.own = self.own.clone()
+        self.master = self._make_master(precision.master_dtype(dtype))
+        self._handle: comm.Handle | None = None
+        self._versions = self._parameter_versions()
+        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
+        if self.releases:
+            self.reshard()
+
+    @property
+    def grad_shard(self) -> torch.Tensor:
+        """[shard_numel] this rank's reduced mean gradient."""
+        if self.grads is None:
+            raise StateError(f"group {self.name!r} is frozen and has no gradients")
+        return self.grads.shard
+
+    def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
+        """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
+        start = min(max(self._slice.start - slot.offset, 0), slot.numel)
+        stop = max(min(self._slice.stop - slot.offset, slot.numel), start)
+        return start, stop, max(slot.offset + start - self._slice.start, 0)
+
+    def start_unshard(self) -> None:
+        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis."""
+        if self.state is not ParamState.SHARDED:
+            return
+        self._move(ParamState.UNSHARDING)
+        if self._axis.size > 1:
+            self.full.untyped_storage().resize_(self._nbytes)
+            self.full[self._slice].copy_(self.own)
+        self._handle = comm.gather_shards(self.full, self._axis, self.name)
+
+    def unshard(self) -> None:
+        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
+        if self.state is ParamState.UNSHARDED:
+            return
+        self.start_unshard()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        self._move(ParamState.UNSHARDED)
+        for slot, cls in zip(self.slots, self._classes, strict=True):
+            slot.param.__class__ = cls
+
+    def reshard(self) -> None:
+        """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole."""
+        if not self.releases or self.state is ParamState.SHARDED:
+            return
+        self.unshard()
+        self._move(ParamState.SHARDED)
+        self._guard()
+        if self._axis.size > 1:
+            self.full.untyped_storage().resize_(0)
+
+    def publish(self) -> None:
+        """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits for."""
+        if self.state is ParamState.UNSHARDING:
+            self.unshard()
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        if not self.releases and self._axis.size > 1:
+            self._move(ParamState.UNSHARDING)
+            self._handle = comm.gather_shards(self.full, self._axis, self.name)
+            self._guard()
+
+    def adopt_edits(self) -> None:
+        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and masters."""
+        if self.releases and self._axis.size > 1:
+            self.own.copy_(self.full[self._slice])
+        if self.master is not self.own:
+            self.master.copy_(self.own)
+        self._versions = self._parameter_versions()
+
+    def adopt_edits_if_any(self) -> None:
+        """As :meth:`adopt_edits`, if a version counter says that a parameter was written to since the last time."""
+        if self.master is not self.own and not self.releases and self._versions != self._parameter_versions():
+            self.adopt_edits()
+
+    def on_guarded_use(self, slot: ParameterSlot, func: Callable[..., Any]) -> torch.Tensor | None:
+        """A use of a parameter whose data are away: make them available, or raise :class:`StateError`."""
+        if self.state is ParamState.SHARDED:
+            if self.exporting and func is torch.Tensor.detach:
+                return self._export(slot)
+            if not self.on_demand(self):
+                name = getattr(func, "__name__", str(func))
+                raise StateError(f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {_EXTERNAL_USE_HINT}")
+        self.unshard()
+        return None
+
+    def abandon(self) -> None:
+        """Return to the resting state after a failed step, without other ranks."""
+        self.holders.clear()
+        self._handle = None
+        if self.grads is not None:
+            self.grads.abandon()
+        if self.releases and self.state is not ParamState.SHARDED:
+            self.state = ParamState.SHARDED
+            self._guard()
+            if self._axis.size > 1:
+                self.full.untyped_storage().resize_(0)
+
+    def _adopt_parameters(self) -> None:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it."""
+        with torch.no_grad():
+            for slot in self.slots:
+                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
+                view.copy_(slot.param)
+                slot.param.data = view
+                slot.group = self
+
+    def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
+        if not self.trainable or dtype == self.full.dtype:
+            return self.own
+        return self.own.to(dtype)
+
+    def _make_gradients(self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis) -> GroupGradients:
+        return GroupGradients(
+            self.name,
+            self.layout,
+            self.slots,
+            shard_axis=self._axis,
+            replicate_axis=replicate_axis,
+            keep_whole=not self.policy.shards_grads,
+            expose=not self.policy.shards_states and precision.sum_dtype(dtype) == dtype,
+            sum_dtype=precision.sum_dtype(dtype),
+            reduce_dtype=precision.reduce_dtype(dtype),
+            device=self.full.device,
+        )
+
+    def end_export(self) -> None:
+        """``state_dict`` is done."""
+        self.exporting = False
+        self._exported.clear()
+
+    def _export(self, slot: ParameterSlot) -> torch.Tensor:
+        """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
+        if not self._exported:
+            self.unshard()
+            self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
+            self.reshard()
+        return self._exported[slot.index]
+
+    def _guard(self) -> None:
+        for slot, cls in zip(self.slots, self._classes, strict=True):
+            slot.param.__class__ = guard_class(cls)
+
+    def _move(self, then: ParamState) -> None:
+        check_move(self.name, self.state, then)
+        self.state = then
+
+    def _parameter_versions(self) -> list[int]:
+        return [private.version(slot.param) for slot in self.slots]
+
+
+def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:
+    mesh = shard_axis.mesh
+    if mesh is None or replicate_axis.size == 1:
+        return shard_axis
+    return replicate_axis if shard_axis.size == 1 else mesh["dp"]

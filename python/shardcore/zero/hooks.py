@@ -1,0 +1,237 @@
+"""Hooks that make a sharded model act by itself: forward gathers and releases, backward gathers, reduces and releases.
+
+Forward of a unit: gather (or wait for) its groups, start gathering the next unit, compute, release. Backward of a unit
+begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no gradient
+of its parameters is still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from shardcore import _torch_private as private
+from shardcore import comm
+from shardcore.protocols import ParameterSlot
+from shardcore.zero.gradients import GroupGradients
+from shardcore.zero.group import ShardGroup
+from shardcore.zero.root import Root, Unit
+from shardcore.zero.trees import map_tensors, tensors_in
+
+
+def install(root: Root) -> None:
+    """Put the hooks of ``root`` on its module, units and parameters. ``torch.compile`` leaves them alone."""
+    gradient_hooks = {g: _GradientHooks(root, g, g.grads) for g in root.groups if g.grads is not None}
+    if root.needs_unit_hooks:
+        for unit in root.units:
+            hooks = _UnitHooks(root, unit, gradient_hooks)
+            unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(hooks.post_forward)
+    outer = _RootHooks(root)
+    root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
+    root.module.register_forward_hook(outer.post_forward, always_call=True)
+
+
+class _GradientHooks:
+    """Moves each finished gradient of a group into its buffer, and says when the last one of a backward has come."""
+
+    def __init__(self, root: Root, group: ShardGroup, grads: GroupGradients) -> None:
+        self._root = root
+        self._group = group
+        self._grads = grads
+        self._missing: set[int] = set()
+        self._backward = -1
+        self.on_complete: list[Callable[[], None]] = []
+        """Called when no gradient of the group is still to come in the running backward."""
+        group.unshard()
+        self._nodes: list[Node] = [get_gradient_edge(slot.param).node for slot in group.slots]
+        group.reshard()
+        for slot in group.slots:
+            slot.param.register_post_accumulate_grad_hook(self._make_hook(slot))
+
+    def is_complete(self) -> bool:
+        """Whether no gradient of the group is still to come in the running backward."""
+        if self._backward != private.backward_id():
+            self._backward = private.backward_id()
+            self._missing = {i for i, node in enumerate(self._nodes) if private.backward_will_execute(node)}
+        return not self._missing
+
+    def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
+        index = slot.index
+
+        @private.not_traced
+        def on_gradient(param: torch.Tensor) -> None:
+            grad = param.grad
+            if grad is None:
+                return
+            self._root.begin_backward()
+            self.is_complete()
+            self._root.window.note_gradient(self._group)
+            self._grads.accumulate(index, grad)
+            if not self._grads.holds(index, grad):
+                param.grad = None
+            self._missing.discard(index)
+            if not self._missing:
+                self._root.window.mark_ready(self._group)
+                for callback in self.on_complete:
+                    callback()
+
+        return on_gradient
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call of a unit's forward, as its backward needs to know it."""
+
+    executed: list[Unit]
+    """The order of units in the forward that this call was part of."""
+    position: int
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    """Aliases of the inputs that take a gradient; kept only until the hooks are on them."""
+    has_inputs: bool = False
+
+
+class _UnitHooks:
+    """Forward and backward of one unit."""
+
+    def __init__(self, root: Root, unit: Unit, gradient_hooks: dict[ShardGroup, _GradientHooks]) -> None:
+        self._root = root
+        self._unit = unit
+        self._gradient_hooks = gradient_hooks
+        self._calls: list[_Call] = []
+        self._releases = root.policy.shards_params
+        for group in unit.groups:
+            if group in gradient_hooks and self._releases:
+                gradient_hooks[group].on_complete.append(self._end_backward_if_complete)
+
+    @private.not_traced
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather the unit, look ahead to the next, and note which inputs will tell that its backward is over."""
+        root, unit = self._root, self._unit
+        unit.was_called = True
+        unit.acquire()
+        if not self._releases:
+            return None
+        root.active.append(unit)
+        recomputing = private.in_backward()
+        if not recomputing:
+            root.look_ahead(root.following.get(unit))
+        if not torch.is_grad_enabled():
+            return None
+        call = _Call(root.executed, -1 if recomputing else len(root.executed))
+        if not recomputing:
+            root.executed.append(unit)
+        self._calls.append(call)
+        args, kwargs = map_tensors(lambda t: self._alias(t, call), (args, kwargs))
+        return args, kwargs
+
+    @private.not_traced
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Release the unit, and wait for a gradient to reach its outputs."""
+        root, unit = self._root, self._unit
+        if not self._releases:
+            return
+        while root.active and root.active.pop() is not unit:
+            pass  # a module inside left by an exception that was caught
+        if torch.is_grad_enabled() and self._calls:
+            call = self._calls.pop()
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad, call=call: self._begin_backward(call))
+            self._watch_inputs(call)
+        if not private.in_backward() and unit is not root.root_unit:
+            unit.release()
+
+    def _alias(self, tensor: torch.Tensor, call: _Call) -> torch.Tensor:
+        """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the input."""
+        if not tensor.requires_grad:
+            return tensor
+        alias = tensor.view_as(tensor)
+        call.inputs.append(alias)
+        return alias
+
+    def _watch_inputs(self, call: _Call) -> None:
+        inputs, call.inputs = call.inputs, []
+        call.has_inputs = bool(inputs)
+        if len(inputs) == 1:
+            inputs[0].register_hook(lambda grad: self._end_call(call))
+        elif inputs:
+            private.after_all_gradients(inputs, lambda: self._end_call(call))
+
+    @private.not_traced
+    def _begin_backward(self, call: _Call) -> None:
+        self._root.begin_backward()
+        self._unit.open_calls.add(call)
+        self._unit.acquire()
+        if call.position > 0:
+            self._root.look_ahead(call.executed[call.position - 1])
+
+    @private.not_traced
+    def _end_call(self, call: _Call) -> None:
+        self._unit.open_calls.discard(call)
+        self._end_backward_if_complete()
+
+    def _end_backward_if_complete(self) -> None:
+        """Release the unit once nothing in the running backward can need its parameters again.
+
+        Calls without differentiable inputs end with their parameters: every path of their graph leads to one of these.
+        """
+        if any(call.has_inputs for call in self._unit.open_calls) or self._unit is self._root.root_unit:
+            return
+        hooks = [self._gradient_hooks[group] for group in self._unit.groups if group in self._gradient_hooks]
+        if not all(hook.is_complete() for hook in hooks):
+            return
+        if not hooks and self._unit.open_calls:
+            return  # frozen, and no input tells: kept until backward ends
+        self._unit.open_calls.clear()
+        for group in self._unit.groups:
+            if group in self._gradient_hooks:
+                self._root.window.mark_ready(group)
+        self._unit.release()
+
+
+class _RootHooks:
+    """Forward of the whole model: casts inputs, scales gradients where they enter, tells other ranks of an exception."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    @private.not_traced
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Start a forward; floating inputs are cast where the precision casts parameters."""
+        self._root.begin_forward()
+        dtype = self._root.precision.param_dtype
+        if dtype is None:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    @private.not_traced
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """End a forward; outputs are returned as aliases, so that a gradient is scaled once wherever it enters."""
+        error = private.current_exception()
+        if error is not None and output is None:
+            comm.report_failure(error)
+            self._root.end_forward()
+            return None
+        if torch.is_grad_enabled() and self._root.forward_depth == 1:
+            output = map_tensors(self._entry, output)
+        self._root.end_forward()
+        return output
+
+    def _entry(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        entry = tensor.view_as(tensor)
+        entry.register_hook(self._on_entry)
+        return entry
+
+    @private.not_traced
+    def _on_entry(self, grad: torch.Tensor) -> torch.Tensor:
+        self._root.begin_backward()
+        scale = self._root.output_scale
+        return grad if scale == 1.0 else grad * scale

@@ -1,0 +1,95 @@
+"""What is whole, for how long, in which dtype: the stage and the precision as values.
+
+The stage is never a class: every stage runs the same groups, hooks and optimizer, which ask the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardcore.errors import ConfigError
+
+_DTYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """In which dtype each state is kept.
+
+    Dtypes are names: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"fp64"``.
+    """
+
+    param: str | None = None
+    """Cast floating parameters to this; None keeps each parameter's own dtype. Buffers are never cast."""
+    reduce: str | None = None
+    """Gradients travel between ranks in this dtype; None means the dtype they are summed in."""
+    master: str = "fp32"
+    """16-bit parameters are updated in this dtype; gradients are summed in fp32 in any case."""
+    loss_scale: str | float | None = None
+    """``"dynamic"``, a fixed factor, or None: dynamic where parameters are fp16, else 1."""
+    skip_nonfinite: bool | None = None
+    """Skip a step whose gradients hold an inf or NaN on any rank; None: where parameters are 16-bit."""
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "master"):
+            value = getattr(self, name)
+            if value is not None and value not in _DTYPES:
+                raise ConfigError(f"Precision({name}={value!r}) is not a dtype; use one of {', '.join(sorted(set(_DTYPES)))}")
+        scale = self.loss_scale
+        if isinstance(scale, str) and scale != "dynamic":
+            raise ConfigError(f"Precision(loss_scale={scale!r}): expected 'dynamic', a number above 0, or None")
+        if isinstance(scale, (int, float)) and not (0 < scale < float("inf")):
+            raise ConfigError(f"Precision(loss_scale={scale!r}): a fixed loss scale must be a finite number above 0")
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        return None if self.param is None else _DTYPES[self.param]
+
+    def master_dtype(self, param: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of dtype ``param`` is updated."""
+        return _DTYPES[self.master] if param in _SIXTEEN_BIT else param
+
+    def sum_dtype(self, param: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients are summed over micro-batches and ranks: at least fp32."""
+        return torch.promote_types(param, torch.float32)
+
+    def reduce_dtype(self, param: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients travel."""
+        return self.sum_dtype(param) if self.reduce is None else _DTYPES[self.reduce]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """One row of the table of stages: what is whole all the time, and what only while it is used."""
+
+    stage: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"stage={self.stage!r}: expected 0 (replicated), 1 (optimizer states sharded), 2 (and gradients) or 3 (and parameters)"
+            )
+
+    @property
+    def shards_states(self) -> bool:
+        return self.stage >= 1
+
+    @property
+    def shards_grads(self) -> bool:
+        return self.stage >= 2
+
+    @property
+    def shards_params(self) -> bool:
+        return self.stage >= 3

@@ -1,0 +1,212 @@
+"""A sharded model as a whole: its units and groups, where it is in forward or backward, and its optimizer window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardcore import _torch_private as private
+from shardcore import comm
+from shardcore.errors import StateError
+from shardcore.zero.group import ShardGroup
+from shardcore.zero.window import Window
+
+if TYPE_CHECKING:
+    from shardcore.mesh import Axis
+    from shardcore.plan import ShardPlan
+    from shardcore.protocols import LossScale, ParameterSlot
+    from shardcore.zero.policy import Policy, Precision
+
+
+class Unit:
+    """A module whose forward uses a set of groups, with what a running step knows of it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.groups: list[ShardGroup] = []
+        self.was_called = False
+        """Its forward ran since the last backward ended."""
+        self.open_calls: set[Any] = set()
+        """Calls whose backward has begun, and whose input gradients are not complete."""
+
+    def acquire(self) -> None:
+        """Gather this unit's groups and hold them. Collective over the shard axis."""
+        for group in self.groups:
+            group.holders.add(self)
+            group.unshard()
+
+    def release(self) -> None:
+        """Let go of the groups; those that nobody else holds are released."""
+        for group in self.groups:
+            group.holders.discard(self)
+            if not group.holders:
+                group.reshard()
+
+
+class Root:
+    """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        groups: Sequence[ShardGroup],
+        *,
+        plan: ShardPlan,
+        policy: Policy,
+        precision: Precision,
+        data_axis: Axis,
+        shard_axis: Axis,
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.units = units
+        self.groups = groups
+        self.plan = plan
+        self.policy = policy
+        self.precision = precision
+        self.data_axis = data_axis
+        self.shard_axis = shard_axis
+        self.device = device
+        self.window = Window(groups, plan.reduce_order, data_axis, reduce_once=policy.stage == 1)
+        self.root_unit = next(unit for unit in units if unit.module is module)
+        sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
+        self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
+        self.forward_depth = 0
+        self.backward_running = False
+        self.active: list[Unit] = []
+        """Units whose forward is running, outermost first."""
+        self.executed: list[Unit] = []
+        """The order of units in the forward that runs now; backward looks ahead along it in reverse."""
+        self.following: dict[Unit, Unit] = dict(zip(units, units[1:], strict=False))
+        """Which unit to gather ahead after which: the order of the model, then that of the last forward."""
+        self._loss_scale: LossScale | None = None
+        self.accumulation = 1
+        """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
+        self.loss_is_scaled = False
+        """The engine has scaled the loss itself; the model's outputs must not do it again."""
+        for group in groups:
+            group.on_demand = self._gather_on_demand
+            group.root = self
+
+    @property
+    def needs_unit_hooks(self) -> bool:
+        """Whether units must act before and after their forward: to gather, to release, or to wait for a gather."""
+        return self.policy.shards_params or self.data_axis.size > 1
+
+    @property
+    def output_scale(self) -> float:
+        """By what the gradient of a plain backward is multiplied where it enters the model."""
+        if self.loss_is_scaled:
+            return 1.0
+        return (self._loss_scale.scale if self._loss_scale is not None else 1.0) / self.accumulation
+
+    def set_loss_scale(self, scale: LossScale) -> None:
+        """Use this scale for plain ``loss.backward()`` from now on."""
+        self._loss_scale = scale
+
+    def begin_forward(self) -> None:
+        """The root module's forward starts."""
+        if self.forward_depth == 0 and self.backward_running and not private.in_backward():
+            self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
+        if self.forward_depth == 0:
+            self.executed = []
+        self.forward_depth += 1
+
+    def end_forward(self) -> None:
+        """The root module's forward ended, or failed."""
+        self.forward_depth -= 1
+        if self.forward_depth:
+            return
+        if not private.in_backward():
+            self.active.clear()
+            if self.executed:
+                self.following = dict(zip(self.executed, self.executed[1:], strict=False))
+            for group in self.groups:
+                group.holders.clear()
+                group.reshard()
+
+    def begin_backward(self) -> None:
+        """Called by the first hook that fires in a backward."""
+        if self.backward_running:
+            return
+        self.backward_running = True
+        private.queue_backward_callback(self.end_backward)
+        used = {group for unit in self.units if unit.was_called for group in unit.groups}
+        known = bool(used) and self.needs_unit_hooks
+        self.window.begin_backward([g for g in self.groups if g.trainable and g not in used] if known else [])
+        if self.policy.shards_params:
+            self.root_unit.acquire()
+
+    def end_backward(self) -> None:
+        """Autograd has finished: reduce what is left, release what is whole."""
+        self.window.end_backward()
+        self._settle()
+        if self.policy.stage == 0:
+            for group in self.groups:
+                if group.grads is not None:
+                    group.grads.finish_reduce()
+                    group.grads.expose()
+
+    def finish_gradients(self) -> list[list[bool]]:
+        """Reduce what is not reduced yet; per trainable group and parameter: has any rank a gradient? Collective."""
+        if self.backward_running:
+            raise StateError("step() was called while a backward is running or after one failed; call reset_iteration() first")
+        for group in self.groups:
+            if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
+                raise StateError(_thawed(group.slots))
+        return self.window.finish()
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the window."""
+        self.window.clear(set_to_none)
+
+    def reset_iteration(self) -> None:
+        """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls it."""
+        self._settle_state()
+        for group in self.groups:
+            group.abandon()
+        comm.clear_failure()
+
+    def look_ahead(self, unit: Unit | None) -> None:
+        """Start gathering ``unit``, which is expected next."""
+        if unit is not None:
+            for group in unit.groups:
+                group.start_unshard()
+
+    def _gather_on_demand(self, group: ShardGroup) -> bool:
+        """A released parameter is used. Inside the model's forward some module uses it that does not hold it: gather."""
+        if not self.forward_depth and not private.in_backward():
+            return False
+        unit = self.active[-1] if self.active else self.root_unit
+        if group not in unit.groups:
+            unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
+        group.holders.add(unit)
+        return True
+
+    def _settle(self) -> None:
+        self._settle_state()
+        for group in self.groups:
+            group.holders.clear()
+            group.reshard()
+
+    def _settle_state(self) -> None:
+        self.backward_running = False
+        self.window.reset_running()
+        if not self.forward_depth:
+            self.active.clear()
+        for unit in self.units:
+            unit.was_called = False
+            unit.open_calls.clear()
+
+
+def _thawed(slots: Sequence[ParameterSlot]) -> str:
+    names = [slot.name for slot in slots][:5]
+    return (
+        f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have no gradient and "
+        "optimizer state; set requires_grad before shardcore.shard(model, ...)"
+    )

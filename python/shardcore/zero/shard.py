@@ -1,0 +1,204 @@
+"""``shardcore.shard``: make a module train sharded, by any ZeRO stage, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardcore import comm, plan
+from shardcore.errors import ConfigError, StateError
+from shardcore.mesh import Axis, Mesh
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.zero import hooks
+from shardcore.zero.access import install_state_dict_hooks
+from shardcore.zero.group import ShardGroup
+from shardcore.zero.policy import Policy, Precision
+from shardcore.zero.root import Root, Unit
+from shardcore.zero.units import Assignment, Units, assign_units, check_parameters, parameter_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DEFAULT_SEGMENT_NBYTES = 64 << 20
+"""A unit's parameters are split into groups of at most this size, which bounds the buffer of one reduction."""
+
+
+def shard(
+    module: nn.Module,
+    mesh: Mesh | Axis | DeviceMesh | None = None,
+    stage: int = 3,
+    units: Units = "auto",
+    precision: Precision | None = None,
+    offload: Any | None = None,
+    budget: int | None = None,
+    segment_nbytes: int | None = None,
+) -> nn.Module:
+    """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
+
+    All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype and
+    ``requires_grad``; at stage 3 their data are there only while the module uses them.
+
+    Args:
+        module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is collective).
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
+        stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
+        precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
+        segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        StateError: the module, or a part of it, is sharded already.
+        RankMismatchError: ranks built different models.
+    """
+    policy = Policy(stage=stage)
+    precision = precision or Precision()
+    if offload is not None:
+        raise ConfigError("shard(offload=...) is not available yet; leave it out")
+    if budget is not None:
+        raise ConfigError("shard(budget=...) is not available yet; stage 3 looks one unit ahead. Leave it out")
+    mesh = _as_mesh(mesh)
+    _check_unsharded(module)
+    check_parameters(module)
+    _cast(module, precision, mesh.device)
+    assignment = assign_units(module, units)
+    shard_axis, replicate_axis = _axes(mesh, policy)
+    shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or DEFAULT_SEGMENT_NBYTES)
+    comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
+    _broadcast_buffers(module, mesh)
+    groups = _make_groups(assignment, shard_plan, policy, precision, shard_axis, replicate_axis, mesh.device)
+    root = Root(
+        module,
+        _make_units(module, assignment, shard_plan, groups),
+        groups,
+        plan=shard_plan,
+        policy=policy,
+        precision=precision,
+        data_axis=mesh["dp"],
+        shard_axis=shard_axis,
+        device=mesh.device,
+    )
+    attach_root(module, root)
+    hooks.install(root)
+    install_state_dict_hooks(root)
+    # Loops that clear gradients through the module must clear the sharded ones too.
+    object.__setattr__(module, "zero_grad", root.clear_gradients)
+    return module
+
+
+def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+    if mesh is None:
+        return Mesh()
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, Axis):
+        if mesh.name != "dp" or mesh.mesh is None:
+            raise ConfigError(f"shard(mesh=<axis {mesh.name!r}>): give the mesh or its data-parallel axis, mesh['dp']")
+        return mesh.mesh
+    return Mesh.from_torch(mesh)
+
+
+def _axes(mesh: Mesh, policy: Policy) -> tuple[Axis, Axis]:
+    """(shard axis, replicate axis): stage 0 replicates over all data-parallel ranks."""
+    if policy.shards_states:
+        return mesh["shard"], mesh["replicate"]
+    return Axis("shard", (mesh.rank,), 0, None, mesh), mesh["dp"]
+
+
+def _check_unsharded(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if find_root(child) is not None:
+            raise StateError(f"module {name or 'root'!r} ({type(child).__name__}) is sharded already; shard each module once")
+    for name, param in module.named_parameters():
+        if find_slot(param) is not None:
+            raise StateError(f"parameter {name!r} belongs to another sharded module; shard a module that contains both")
+
+
+def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Parameters to their dtype and device, buffers to the device only."""
+    with torch.no_grad():
+        for param in module.parameters():
+            param.data = param.data.to(device=device, dtype=precision.param_dtype)
+            param.grad = None
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[name] = buffer.to(device)
+
+
+def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int) -> plan.ShardPlan:
+    units = [
+        (unit.name, [(n, p.numel(), parameter_dtype(p), p.requires_grad) for n, p in unit.params.items()])
+        for unit in assignment.units
+    ]
+    return plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
+
+
+def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
+    for name, buffer in module.named_buffers():
+        dense = buffer.contiguous()
+        comm.broadcast(dense, mesh["dp"], 0, f"buffer {name}").wait()
+        if dense is not buffer:
+            buffer.copy_(dense)
+
+
+def _make_groups(
+    assignment: Assignment,
+    shard_plan: plan.ShardPlan,
+    policy: Policy,
+    precision: Precision,
+    shard_axis: Axis,
+    replicate_axis: Axis,
+    device: torch.device,
+) -> list[ShardGroup]:
+    groups = []
+    for index, (unit_index, layout) in enumerate(shard_plan.groups):
+        unit = assignment.units[unit_index]
+        slots = [
+            ParameterSlot(
+                group=None,
+                index=i,
+                name=name,
+                aliases=assignment.names[unit.params[name]],
+                param=unit.params[name],
+                numel=numel,
+                offset=offset,
+            )
+            for i, (name, numel, offset) in enumerate(layout.entries())
+        ]
+        group = ShardGroup(
+            index,
+            f"{unit.name}#{index}",
+            layout,
+            slots,
+            policy=policy,
+            precision=precision,
+            shard_axis=shard_axis,
+            replicate_axis=replicate_axis,
+            device=device,
+        )
+        for slot in slots:
+            attach_slot(slot)
+        groups.append(group)
+    return groups
+
+
+def _make_units(
+    module: nn.Module, assignment: Assignment, shard_plan: plan.ShardPlan, groups: list[ShardGroup]
+) -> list[Unit]:
+    """One unit per module that uses groups, in module order; the root has one even without groups of its own."""
+    names = {m: name or "root" for name, m in module.named_modules()}
+    units = {module: Unit("root", module)}
+    for spec in assignment.units:
+        for user in spec.modules:
+            units.setdefault(user, Unit(names[user], user))
+    for (unit_index, _), group in zip(shard_plan.groups, groups, strict=True):
+        for user in assignment.units[unit_index].modules:
+            units[user].groups.append(group)
+    order = {m: i for i, m in enumerate(names)}
+    return sorted(units.values(), key=lambda unit: order[unit.module])

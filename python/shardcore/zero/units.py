@@ -1,0 +1,178 @@
+"""Which modules are the units of sharding, and which parameter belongs to which.
+
+A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that holds
+it; one that several units hold (tied weights) is a unit of its own, which all of them use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardcore.errors import ConfigError
+
+Units = str | Sequence[nn.Module | type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OWN_UNIT_NUMEL = 1 << 16
+"""A module outside all blocks becomes a unit of its own from this size; smaller ones stay with the root."""
+
+
+@dataclass(eq=False)
+class UnitSpec:
+    """Parameters that are sharded together, and the modules during whose forward they are used."""
+
+    name: str
+    modules: list[nn.Module]
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The result: units in the order of the model, and every name of every parameter."""
+
+    units: list[UnitSpec]
+    names: dict[nn.Parameter, tuple[str, ...]]
+    """All names of a parameter, the canonical one first."""
+
+
+def assign_units(model: nn.Module, units: Units) -> Assignment:
+    """Split the model's parameters into units.
+
+    Args:
+        units: ``"auto"`` (the largest repeated block classes, Hugging Face's ``_no_split_modules`` first, then by size), a
+            list of modules, classes or class names, or a function ``(name, module) -> bool``.
+
+    Raises:
+        ConfigError: ``units`` names something that is not in the model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    chosen = {model, *_choose(model, units, names)}
+    if units == "auto":
+        chosen |= _large_leftovers(model, chosen)
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for owner, name, param in _walk(model, chosen):
+        aliases.setdefault(param, []).append(name)
+        if owner not in users.setdefault(param, []):
+            users[param].append(owner)
+    specs: dict[tuple[nn.Module, ...], UnitSpec] = {}
+    for param, owners in users.items():
+        key = tuple(owners)
+        if key not in specs:
+            specs[key] = UnitSpec("+".join(names[m] or "root" for m in owners), list(owners))
+        specs[key].params[aliases[param][0]] = param
+    return Assignment(list(specs.values()), {p: tuple(a) for p, a in aliases.items()})
+
+
+def _walk(model: nn.Module, chosen: set[nn.Module]) -> Iterable[tuple[nn.Module, str, nn.Parameter]]:
+    """Every (unit module, full name, parameter), in module order; a tied parameter once for each of its names."""
+    pending: list[tuple[nn.Module, str, nn.Module]] = [(model, "", model)]
+    seen: set[nn.Module] = set()
+    while pending:
+        module, prefix, owner = pending.pop()
+        owner = module if module in chosen else owner
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, prefix + name, param
+        if module in seen:
+            continue
+        seen.add(module)
+        children = [(child, f"{prefix}{name}.", owner) for name, child in module._modules.items() if child is not None]
+        pending.extend(reversed(children))
+
+
+def _choose(model: nn.Module, units: Units, names: dict[nn.Module, str]) -> set[nn.Module]:
+    if isinstance(units, str):
+        if units != "auto":
+            raise ConfigError(f"units={units!r}: expected 'auto', a list of modules, classes or class names, or a function")
+        return _choose_auto(model)
+    if callable(units):
+        return {module for module, name in names.items() if units(name, module)}
+    chosen: set[nn.Module] = set()
+    for unit in units:
+        found = {m for m in names if m is unit or _is_class(m, unit)}
+        if not found:
+            raise ConfigError(f"units: {unit!r} is not in the model {type(model).__name__}; its classes are {_class_names(names)}")
+        chosen |= found
+    return chosen
+
+
+def _choose_auto(model: nn.Module) -> set[nn.Module]:
+    hints = getattr(model, "_no_split_modules", None) or ()
+    chosen = {m for m in model.modules() if type(m).__name__ in hints}
+    while True:
+        candidates = _repeated_classes(model, chosen)
+        if not candidates:
+            return chosen
+        chosen |= set(max(candidates, key=lambda modules: sum(_numel(m) for m in modules)))
+
+
+def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[list[nn.Module]]:
+    """For each class with at least two instances outside ``chosen`` and not around any of them: its outermost instances."""
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+
+    def visit(module: nn.Module, inside: frozenset[type[nn.Module]]) -> bool:
+        """Returns whether a chosen module lies below (or is) ``module``."""
+        if module in chosen:
+            return True
+        cls = type(module)
+        # A list, since `any` over a generator would stop before visiting all children.
+        below = any([visit(child, inside | {cls}) for child in module.children()])
+        if not below and module is not model and cls not in inside and not isinstance(module, _CONTAINERS) and _numel(module):
+            found.setdefault(cls, []).append(module)
+        return below
+
+    visit(model, frozenset())
+    return [list(dict.fromkeys(modules)) for modules in found.values() if len(set(modules)) > 1]
+
+
+def _large_leftovers(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """Modules outside all blocks that hold many parameters themselves, such as an output head."""
+    sizes: Counter[nn.Module] = Counter()
+    modules = dict(model.named_modules())
+    for owner, name, param in _walk(model, chosen):
+        if owner is model:
+            sizes[modules[name.rpartition(".")[0]]] += param.numel()
+    return {module for module, numel in sizes.items() if numel >= _OWN_UNIT_NUMEL}
+
+
+def _is_class(module: nn.Module, unit: object) -> bool:
+    if isinstance(unit, str):
+        return type(module).__name__ == unit
+    return isinstance(unit, type) and isinstance(module, unit)
+
+
+def _class_names(names: Iterable[nn.Module]) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in names}))
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse what cannot be sharded, before anything is changed.
+
+    Raises:
+        ConfigError: no parameter, complex or integer parameters, sparse embeddings, or parameters on the meta device.
+    """
+    params = dict(model.named_parameters())
+    if not params:
+        raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    for name, param in params.items():
+        if not param.is_floating_point():
+            raise ConfigError(f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer or real")
+        if param.device.type == "meta":
+            raise ConfigError(f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False")
+
+
+def parameter_dtype(param: torch.Tensor) -> str:
+    """The dtype's name as plans spell it."""
+    return str(param.dtype).removeprefix("torch.")
