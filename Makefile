@@ -5,16 +5,15 @@ ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
-PIP    := $(PY) -m pip --disable-pip-version-check --quiet
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) $(wildcard Cargo.toml Cargo.lock)
-STUB         := python/shardcore/_core.pyi
 # maturin finds the virtual environment by this variable, wherever the caller's own points.
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-torch lint lint-python lint-rust stubs fmt bench bench-peers clean
+.PHONY: help setup train test test-full test-torch lint lint-python lint-rust lint-stubs stubs fmt bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,11 +27,12 @@ $(VENV)/.made:
 		{ echo "make: $(PYTHON) is older than Python 3.11; name another with PYTHON=..."; exit 1; }
 	@command -v cargo >/dev/null || { echo "make: cargo is not on PATH; the core is written in Rust"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade 'pip>=25.1'
+	$(PIP_INSTALL) --upgrade 'pip>=25.1'
 	@touch $@
 
 $(VENV)/.deps: pyproject.toml $(VENV)/.made
-	$(PIP) install --group runtime --group dev
+	@echo "make: installing torch and the tools into $(VENV); the first time this downloads a few GB"
+	$(PIP_INSTALL) --group runtime --group workshop
 	@touch $@
 
 $(VENV)/.built: $(RUST_SOURCES) $(VENV)/.deps
@@ -58,13 +58,13 @@ test-torch: setup ## run the Python tests with another torch, e.g. make test-tor
 	@test -n "$(V)" || { echo "usage: make test-torch V=2.13.0"; exit 2; }
 	$(PYTHON) -m venv .cache/torch-$(V)
 	.cache/torch-$(V)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	.cache/torch-$(V)/bin/python -m pip install --quiet --group runtime --group dev 'torch==$(V)'
+	.cache/torch-$(V)/bin/python -m pip install --quiet --group runtime --group workshop 'torch==$(V)'
 	VIRTUAL_ENV=$(CURDIR)/.cache/torch-$(V) .cache/torch-$(V)/bin/maturin develop --release --quiet
 	.cache/torch-$(V)/bin/python -m pytest $(ARGS)
 
 # ------------------------------------------------------------------------------------------------------------ lint
 
-lint: lint-python lint-rust ## ruff, mypy, import contracts, rustfmt, clippy, stub freshness
+lint: lint-python lint-rust lint-stubs ## ruff, mypy, import contracts, rustfmt, clippy, stub freshness
 
 lint-python: setup
 	$(BIN)/ruff check .
@@ -79,6 +79,21 @@ lint-rust:
 	@if cargo clippy --version >/dev/null 2>&1; then cargo clippy --workspace --all-targets --quiet -- -D warnings; \
 		else echo "lint: cargo clippy is not installed here, so the Rust lints were NOT run"; fi
 
+# $(call write-stubs,FOLDER): the type stubs of the Rust core as FOLDER/shardcore/_core.pyi, formatted.
+define write-stubs
+	$(BIN)/maturin generate-stubs --quiet --features stubs --out $(1)
+	@$(BIN)/ruff check --quiet --fix-only $(1)/shardcore/_core.pyi
+	@$(BIN)/ruff format --quiet $(1)/shardcore/_core.pyi
+endef
+
+lint-stubs: setup
+	$(call write-stubs,target/stubs)
+	@diff -u python/shardcore/_core.pyi target/stubs/shardcore/_core.pyi || \
+		{ echo "lint: the stubs of the Rust core are not those of its source; run 'make stubs'"; exit 1; }
+
+stubs: setup ## write the type stubs of the Rust core again
+	$(call write-stubs,python)
+
 fmt: setup ## format Python and Rust
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
@@ -90,7 +105,7 @@ bench: setup ## measure against the plain loop, DDP and FSDP2 (and DeepSpeed, on
 	$(PY) -m benches $(ARGS)
 
 bench-peers: setup ## install the libraries that `make bench` compares with
-	$(PIP) install --requirement benches/requirements-peers.txt
+	$(PIP_INSTALL) --requirement benches/requirements-peers.txt
 
 clean: ## remove everything that was built, .venv included
 	rm -rf $(VENV) .cache target dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -214,8 +214,8 @@ def main() -> None:
     micro_batch = args.batch // (mesh.data_world * args.accumulation)
     train_text, valid_text = (text.Windows(part, args.seq) for part in text.load(args.text))
     say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {mesh.data_world} {mesh.device.type} "
-        f"ranks, {len(train_text.bytes) / 1e6:.1f} MB of text, {args.batch} x {args.seq} tokens per step"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {mesh.data_world} x {mesh.device.type}, "
+        f"{len(train_text.bytes) / 1e6:.1f} MB of text, {args.batch} x {args.seq} tokens per step"
     )
     progress = Progress(
         lambda: validation_loss(model, valid_text, mesh, micro_batch),

@@ -68,6 +68,10 @@ class ShardedRoot(Protocol):
     skip_nonfinite: bool
     precision: Any
 
+    @property
+    def window_correction(self) -> float:
+        """By what the gradients of a partial accumulation window are multiplied; 1 for a full one."""
+
     def finish_gradients(self) -> list[list[bool]]:
         """Reduce what is not reduced yet; per trainable group and slot: has any rank a gradient? Collective."""
 

@@ -111,7 +111,11 @@ def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis
         split[1 - axis.rank] = own.numel()
         received = torch.empty_like(own)
         work = dist.all_to_all_single(received, other, split, split, group=axis.group, async_op=True)
-        return Handle((_work(work),), entry, lambda: own.add_(received) and None)
+
+        def add_other() -> None:
+            own.add_(received)
+
+        return Handle((_work(work),), entry, add_other)
     received = torch.empty_like(full)
     work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
 

@@ -194,13 +194,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.step_was_applied = False
+        scale = self.loss_scale.scale / self._roots[0].window_correction
         present = [flags for root in self._roots for flags in root.finish_gradients()]
         groups = [group for root in self._roots for group in root.groups if group.trainable]
         if not any(any(flags) for flags in present):
             raise StateError("step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank")
-        scale = self.loss_scale.scale
         if not self._scale_gradients(groups, scale):
-            self._skip(groups, scale)
+            self._skip(groups)
             return
         self.loss_scale.update(overflow=False)
         has_gradient = {slot.param: flag for g, flags in zip(groups, present, strict=True) for slot, flag in zip(g.slots, flags, strict=True)}
@@ -248,7 +248,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             total = squares if total is None else total + squares
         return cast(torch.Tensor, total).sqrt()
 
-    def _skip(self, groups: Sequence[ShardedGroup], scale: float) -> None:
+    def _skip(self, groups: Sequence[ShardedGroup]) -> None:
+        scale = self.loss_scale.scale
         self.num_skipped_steps += 1
         where = _first_nonfinite(groups)
         try:

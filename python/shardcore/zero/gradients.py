@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class GroupGradients:
     """Gradient buffers of a group of ``padded_numel`` elements over a shard axis of S ranks.
 
-    Local gradients are divided by the number of data-parallel ranks as they enter (stage 0: after the all-reduce, so that
-    ``param.grad`` may be accumulated into by autograd itself).
+    Local gradients are divided by the number of data-parallel ranks as they enter (where nothing is sharded: after the
+    all-reduce, so that autograd itself may accumulate into ``param.grad``, and sums of two reductions stay right).
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class GroupGradients:
 
     @property
     def _post_divide(self) -> bool:
-        return self.exposed and self._world > 1
+        return self._shard_axis.size == 1 and self._world > 1
 
     def _write(self, view: torch.Tensor, grad: torch.Tensor) -> None:
         if self._prescale == 1.0:
@@ -204,6 +204,8 @@ class GroupGradients:
             # Our own shard already holds reduced sums; what the other ranks' places hold was reduced into theirs.
             for part in self._rest:
                 part.zero_()
+            if self._replicate_axis.size > 1:
+                self._own.div_(self._replicate_axis.size)  # every replica holds them, and all are summed again
 
     def _allocate(self) -> None:
         if not self._is_open():

@@ -87,6 +87,8 @@ class Root:
         self._loss_scale: LossScale | None = None
         self.accumulation = 1
         """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
+        self.num_micro_batches = 0
+        """Micro-batches in the window, where an engine counts them."""
         self.loss_is_scaled = False
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
         for group in groups:
@@ -104,6 +106,12 @@ class Root:
         if self.loss_is_scaled:
             return 1.0
         return (self._loss_scale.scale if self._loss_scale is not None else 1.0) / self.accumulation
+
+    @property
+    def window_correction(self) -> float:
+        """By what the gradients of a partial accumulation window are multiplied, so that they are a mean over what is in."""
+        num_in = self.num_micro_batches or self.window.num_backwards
+        return self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
@@ -163,6 +171,7 @@ class Root:
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
+        self.num_micro_batches = 0
         self.window.clear(set_to_none)
 
     def reset_iteration(self) -> None:

@@ -36,6 +36,9 @@ class Window:
         self.suspended = False
         """Inside ``no_sync``: backwards only add up locally."""
         self.num_backwards = 0
+        """Backwards since the last update."""
+        self.num_backwards_in_micro_batch = 0
+        """Backwards since the engine last ended a micro-batch."""
         self.reducing = False
         self._ready: set[ShardGroup] = set()
         self._next = 0
@@ -43,6 +46,7 @@ class Window:
     def begin_backward(self, unused: Sequence[ShardGroup]) -> None:
         """A backward starts; ``unused`` are groups that took no part in the forward before it."""
         self.num_backwards += 1
+        self.num_backwards_in_micro_batch += 1
         self.reducing = self._reduces_now()
         self._next = 0
         self._ready = {group for group in unused if group not in self._late}

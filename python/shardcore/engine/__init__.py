@@ -1,0 +1,6 @@
+"""DeepSpeed's loop as sugar over the composable functions: ``initialize`` and the ``Engine`` it returns."""
+
+from shardcore.engine.build import initialize
+from shardcore.engine.engine import Engine
+
+__all__ = ["Engine", "initialize"]

@@ -1,0 +1,179 @@
+"""``initialize``: from DeepSpeed's arguments and config file to an engine, by the functions that hand-written loops use."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from shardcore import zero
+from shardcore.config import Config, DropInConfigError, load_config
+from shardcore.engine.engine import Engine
+from shardcore.errors import ConfigError
+from shardcore.mesh import Mesh
+from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
+from shardcore.optim import optimizer as make_optimizer
+from shardcore.protocols import LossScale
+
+_log = logging.getLogger("shardcore")
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: dict[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: dict[str, Any] | str | os.PathLike[str] | None = None,
+    drop_in: bool = False,
+) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Shard ``model`` and wrap it in an engine, by DeepSpeed's signature. Collective over all ranks.
+
+    Args:
+        args: an argument namespace; its ``deepspeed_config`` is used if neither ``config`` nor ``config_params`` is given.
+        model: changed in place.
+        optimizer: a torch optimizer, or a function of parameter groups; wins over the config's.
+        model_parameters: parameters or groups to train; None means all of the model's.
+        training_data: a dataset; the third result is then a loader of this rank's micro-batches.
+        lr_scheduler: a torch scheduler, or a function of the optimizer; wins over the config's.
+        config: a dict (never modified), the path of a JSON file, or base64 text; see ``docs/config.md``.
+        mesh_param: a :class:`shardcore.Mesh` or a DeviceMesh; None means all ranks in data parallel.
+        drop_in: DeepSpeed's defaults and error classes where they differ from the native ones.
+
+    Returns:
+        (engine, optimizer, training loader, scheduler); the last three None where there is none.
+
+    Raises:
+        ConfigError: everything that is wrong with the arguments and the config, at once where possible.
+    """
+    failure = DropInConfigError if drop_in else ConfigError
+    if not isinstance(model, nn.Module):
+        raise failure(f"initialize requires a model (torch.nn.Module), got {type(model).__name__}: pass model=...")
+    if mpu is not None:
+        raise failure("initialize(mpu=...) is not supported: pass mesh_param=shardcore.Mesh(...), which names the parallel axes")
+    if dist_init_required and distributed_port != 29500:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    mesh = mesh_param if isinstance(mesh_param, Mesh) else Mesh() if mesh_param is None else Mesh.from_torch(mesh_param)
+    loaded = load_config(
+        _config_source(args, config, config_params, failure),
+        data_world=mesh.data_world,
+        drop_in=drop_in,
+        accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
+    )
+    _announce(loaded, mesh)
+    parameters = None if model_parameters is None else list(model_parameters)
+    zero.shard(
+        model,
+        mesh,
+        stage=loaded.zero.stage,
+        precision=_precision(loaded),
+        segment_nbytes=loaded.zero.reduce_bucket_size * _BYTES[loaded.param_dtype],
+    )
+    sharded = _optimizer(loaded, model, optimizer, parameters)
+    scheduler = _scheduler(loaded, sharded, lr_scheduler)
+    engine = Engine(
+        model,
+        sharded,
+        scheduler,
+        config=loaded,
+        batch=loaded.resolve_batch(mesh.data_world),
+        mesh=mesh,
+        collate_fn=collate_fn,
+    )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any, failure: type[ConfigError]) -> Any:
+    """The one config among the places where DeepSpeed takes it from."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
+        raise failure("no configuration: pass config=<dict or path of a JSON file>, or --deepspeed_config on the command line")
+    if len(named) > 1:
+        raise failure(f"the configuration was given {len(named)} times ({', '.join(named)}); give it once")
+    return given[named[0]]
+
+
+def _precision(config: Config) -> zero.Precision:
+    scale: float | str | None = None
+    if config.fp16.enabled:
+        scale = "dynamic" if config.fp16.dynamic else config.fp16.loss_scale
+    return zero.Precision(
+        param=None if config.param_dtype == "fp32" else config.param_dtype,
+        reduce=config.gradients.communication_dtype,
+        loss_scale=scale,
+        skip_nonfinite=True if config.fp16.enabled else config.bf16.check_grad_overflow if config.bf16.enabled else None,
+    )
+
+
+def _loss_scale(config: Config) -> LossScale:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return ConstantScale()
+    if not fp16.dynamic:
+        return ConstantScale(fp16.loss_scale)
+    return DynamicScale(
+        scale=fp16.initial_scale,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )
+
+
+def _optimizer(
+    config: Config, model: nn.Module, client: ClientOptimizer | None, parameters: list[Any] | None
+) -> ShardedOptimizer | None:
+    """The client's optimizer, else the config's, else none (evaluation only)."""
+    clip, scale = config.gradients.clipping, _loss_scale(config)
+    if isinstance(client, torch.optim.Optimizer):
+        sharded = make_optimizer(client, model, max_grad_norm=clip, loss_scale=scale)
+    elif client is not None:
+        sharded = make_optimizer(client, parameters or model, max_grad_norm=clip, loss_scale=scale)
+    elif config.optimizer is not None:
+        options = dict(config.optimizer.params)
+        sharded = make_optimizer(config.optimizer.type, parameters or model, max_grad_norm=clip, loss_scale=scale, **options)
+    else:
+        return None
+    sharded.track_grad_norm = True
+    return sharded
+
+
+def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Any) -> Any:
+    if client is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("a learning-rate scheduler was given without an optimizer; name one in the config or pass optimizer=...")
+    if client is None and config.scheduler is not None:
+        return build_scheduler(optimizer, config.scheduler.type, dict(config.scheduler.params))
+    return client if hasattr(client, "step") else client(optimizer)
+
+
+def _announce(config: Config, mesh: Mesh) -> None:
+    """Tell rank 0's log what the user should know, once."""
+    if config.logging.level is not None:
+        _log.setLevel(config.logging.level.upper())
+    if mesh.rank != 0:
+        return
+    for note in config.notes:
+        _log.info("%s", note)
+    if config.logging.dump_state:
+        _log.info("%s", config.explain())
