@@ -19,15 +19,15 @@ class Windows(Dataset[torch.Tensor]):
     """Text cut into windows of ``length + 1`` bytes; neighbours share one, so every byte is predicted once."""
 
     def __init__(self, text: bytes, length: int) -> None:
-        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.length = length
 
     def __len__(self) -> int:
-        return max(0, self.bytes.numel() - 1) // self.length
+        return max(0, self.content.numel() - 1) // self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         start = index * self.length
-        return self.bytes[start : start + self.length + 1].long()
+        return self.content[start : start + self.length + 1].long()
 
 
 def load(path: Path | None) -> tuple[bytes, bytes]:

@@ -115,12 +115,12 @@ def validation_loss(model: nn.Module, dataset: text.Windows, mesh: sc.Mesh, micr
 
 
 @torch.no_grad()
-def write_sample(model: nn.Module, prompt: str, context: int, num_bytes: int, device: torch.device) -> str:
+def write_sample(model: nn.Module, prompt: str, context: int, num_tokens: int, device: torch.device) -> str:
     """What the model writes after ``prompt``. Collective: a model sharded at stage 3 is gathered for each byte."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     tokens = list(prompt.encode())
-    for _ in range(num_bytes):
+    for _ in range(num_tokens):
         output = model(torch.tensor([tokens[-context:]], device=device))
         logits = getattr(output, "logits", output)[0, -1, :256].float().cpu()
         tokens.append(int(torch.multinomial((logits / 0.8).softmax(dim=-1), 1, generator=generator)))
@@ -213,9 +213,10 @@ def main() -> None:
     complete(args, model, mesh, engine)
     micro_batch = args.batch // (mesh.data_world * args.accumulation)
     train_text, valid_text = (text.Windows(part, args.seq) for part in text.load(args.text))
+    numel = sum(p.numel() for p in model.parameters())
     say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {mesh.data_world} x {mesh.device.type}, "
-        f"{len(train_text.bytes) / 1e6:.1f} MB of text, {args.batch} x {args.seq} tokens per step"
+        f"{numel / 1e6:.1f}M parameters on {mesh.data_world} x {mesh.device.type}, "
+        f"{len(train_text.content) / 1e6:.1f} MB of text, {args.batch} x {args.seq} tokens per step"
     )
     progress = Progress(
         lambda: validation_loss(model, valid_text, mesh, micro_batch),
@@ -230,7 +231,7 @@ def main() -> None:
     else:
         train_with_engine(args, engine, batches, progress)
 
-    say(f"\n{write_sample(model, args.prompt, args.seq, num_bytes=300, device=mesh.device)}\n")
+    say(f"\n{write_sample(model, args.prompt, args.seq, num_tokens=300, device=mesh.device)}\n")
     weights = sc.state_dict(model)
     if mesh.rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Train PyTorch models that do not fit one GPU, or not fast enough.
 
-Names are imported when first used, so that ``shardcore.plan``, ``shardcore.config`` and the command line work without torch.
+Names are imported when first used, so that ``shardcore.plan``, ``shardcore.config`` and the command line work without
+torch.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardcore.engine import Engine, initialize
-    from shardcore.mesh import Mesh
-    from shardcore.optim import optimizer
-    from shardcore.zero import Precision, local_shard, no_sync, reset_iteration, shard, state_dict, summon
+    from shardcore.engine import Engine as Engine
+    from shardcore.engine import initialize as initialize
+    from shardcore.mesh import Mesh as Mesh
+    from shardcore.optim import optimizer as optimizer
+    from shardcore.zero import Precision as Precision
+    from shardcore.zero import local_shard as local_shard
+    from shardcore.zero import no_sync as no_sync
+    from shardcore.zero import reset_iteration as reset_iteration
+    from shardcore.zero import shard as shard
+    from shardcore.zero import state_dict as state_dict
+    from shardcore.zero import summon as summon
 
 _HOME = {
     "Engine": "engine",
@@ -27,7 +35,20 @@ _HOME = {
     "state_dict": "zero",
     "summon": "zero",
 }
-_ROOMS = ("comm", "config", "data", "deepspeed", "engine", "errors", "launch", "mesh", "optim", "plan", "testing", "zero")
+_ROOMS = (
+    "comm",
+    "config",
+    "data",
+    "deepspeed",
+    "engine",
+    "errors",
+    "launch",
+    "mesh",
+    "optim",
+    "plan",
+    "testing",
+    "zero",
+)
 
 __all__ = [*_HOME, *_ROOMS]
 

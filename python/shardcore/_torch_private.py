@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
 
@@ -36,7 +37,9 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def backward_will_execute(node: Node) -> bool:
-    """Whether the running backward reaches ``node``: tells an unused parameter from one whose gradient is still to come."""
+    """Whether the running backward reaches ``node``: tells an unused parameter from one whose gradient is still to
+    come.
+    """
     return bool(torch._C._will_engine_execute_node(node))
 
 
@@ -53,7 +56,7 @@ def plain_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **(kwargs or {}))
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store behind the default process group: the only channel that works while a collective hangs."""
     return dist.distributed_c10d._get_default_store()
 
@@ -85,3 +88,19 @@ def after_all_gradients(tensors: Sequence[torch.Tensor], callback: Callable[[], 
 def current_exception() -> BaseException | None:
     """The exception that a forward hook with ``always_call`` runs under, or None."""
     return sys.exc_info()[1]
+
+
+def in_process_store() -> Store:
+    """A store for a job of one process."""
+    return HashStore()
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def new_group(ranks: list[int]) -> dist.ProcessGroup | None:
+    """A group of these ranks; None on ranks outside it (torch's annotation names another sentinel). Collective."""
+    group = dist.new_group(ranks)
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -17,10 +17,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from shardcore import _torch_private as private
 from shardcore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 _AXES = ("pp", "replicate", "shard", "cp", "tp")
 
@@ -121,7 +122,8 @@ class Mesh:
         """A Mesh over an existing 1-D (shard) or 2-D (replicate, shard) DeviceMesh that spans all ranks."""
         if mesh.ndim not in (1, 2):
             raise ConfigError(
-                f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 (shard) or 2 "
+                f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 "
+                f"(shard) or 2 "
                 "(replicate, shard) dimensions, or build shardcore.Mesh(...) with named sizes"
             )
         replicate = mesh.size(0) if mesh.ndim == 2 else 1
@@ -145,11 +147,13 @@ class Mesh:
 
     @cached_property
     def torch(self) -> DeviceMesh:
-        """The same grid as torch's DeviceMesh, with the axes ``pp, replicate, shard, cp, tp``. Collective on first use."""
+        """The same grid as torch's DeviceMesh, with the axes ``pp, replicate, shard, cp, tp``. Collective on first
+        use.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=private.in_process_store(), rank=0, world_size=1)
             atexit.register(_destroy_process_group)
         return DeviceMesh(self.device.type, self._grid, mesh_dim_names=self._order)
 
@@ -175,9 +179,9 @@ class Mesh:
             if len(row) == 1:
                 group = None
             elif len(row) == self.world:
-                group = dist.group.WORLD
+                group = private.world_group()
             else:
-                group = dist.new_group(row)
+                group = private.new_group(row)
             if self.rank in row:
                 mine = Axis(name, tuple(row), row.index(self.rank), group if len(row) > 1 else None, self)
         if mine is None:  # the grid holds every rank, so this is a fault of the grid, not of the user
@@ -195,14 +199,19 @@ def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     if world % model:
         raise ConfigError(
-            f"{text}: tp x pp x cp = {model} does not divide the {world} ranks; start a multiple of {model} ranks, or lower one of them"
+            f"{text}: tp x pp x cp = {model} does not divide the {world} ranks; start a multiple of {model} "
+            f"ranks, or lower one of them"
         )
     left = world // model
     if dp is not None and dp != left:
         raise ConfigError(
-            f"{text}: dp x tp x pp x cp = {dp * model}, expected {world}; leave dp out (it becomes {left}) or start {dp * model} ranks"
+            f"{text}: dp x tp x pp x cp = {dp * model}, expected {world}; leave dp out (it becomes {left}) or "
+            f"start {dp * model} ranks"
         )
     for name in ("replicate", "ep"):
         if left % sizes[name]:
-            raise ConfigError(f"{text}: {name}={sizes[name]} does not divide the {left} data-parallel ranks; choose a divisor of {left}")
+            raise ConfigError(
+                f"{text}: {name}={sizes[name]} does not divide the {left} data-parallel ranks; choose a divisor "
+                f"of {left}"
+            )
     return left

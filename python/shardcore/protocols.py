@@ -35,10 +35,17 @@ class LossScale(Protocol):
 class ShardedGroup(Protocol):
     """The parameters of one unit that share dtype and trainability, in one flat buffer (house: ShardGroup)."""
 
-    name: str
-    index: int
-    trainable: bool
-    slots: Sequence[ParameterSlot]
+    @property
+    def index(self) -> int:
+        """Its place in the plan."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its parameters take gradients."""
+
+    @property
+    def slots(self) -> Sequence[ParameterSlot]:
+        """Its parameters, in the order of the flat buffer."""
 
     @property
     def master(self) -> torch.Tensor:
@@ -61,12 +68,14 @@ class ShardedGroup(Protocol):
 class ShardedRoot(Protocol):
     """A sharded model: its groups and the bookkeeping of one optimizer window."""
 
-    groups: Sequence[ShardedGroup]
     shard_axis: Axis
     data_axis: Axis
-    device: torch.device
     skip_nonfinite: bool
     precision: Any
+
+    @property
+    def groups(self) -> Sequence[ShardedGroup]:
+        """All groups, in the order of the plan."""
 
     @property
     def window_correction(self) -> float:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
+import shardcore as sc
 from shardcore import data
 from shardcore.errors import ConfigError, StateError
+from shardcore.testing import spmd
 
 
 @dataclass
@@ -297,17 +301,19 @@ def test_epoch_and_count_must_be_whole_numbers() -> None:
         sampler.advance(-2)
 
 
-def test_a_device_mesh_gives_the_place_of_its_rank() -> None:
-    class Grid:
-        """The two attributes of a torch DeviceMesh that tell a rank's place; a real one needs a process group."""
-
-        shape = (2, 3)
-
-        def get_coordinate(self) -> list[int]:
-            return [1, 2]
-
-    sampler = data.sampler(range(12), Grid(), shuffle=False)
-    assert (sampler.rank, sampler.world) == (5, 6)
+@spmd(world=4)
+def test_every_kind_of_mesh_gives_the_place_of_its_rank() -> None:
+    rank = dist.get_rank()
+    meshes = [
+        sc.Mesh(),
+        sc.Mesh(replicate=2),
+        DeviceMesh("cpu", torch.arange(4)),
+        DeviceMesh("cpu", torch.arange(4).reshape(2, 2)),
+    ]
+    for mesh in meshes:
+        assert list(data.sampler(range(8), mesh, shuffle=False)) == [rank, rank + 4]
+    pairs = data.sampler(range(8), sc.Mesh(tp=2), shuffle=False)
+    assert (pairs.rank, pairs.world) == (rank // 2, 2)
 
 
 def test_the_room_asks_no_process_group() -> None:

@@ -11,7 +11,9 @@ PYTHON_FILE, PYTHON_FUNCTION, ENGINE_FILE = 500, 50, 300
 RUST_FILE, RUST_FUNCTION = 600, 60
 PUBLIC_METHODS = 20
 
-ALLOWED: dict[str, str] = {}
+ALLOWED = {
+    "python/shardcore/engine/queries.py::Queries": "the drop-in engine answers every query that existing scripts make",
+}
 """What may exceed its budget: ``path`` or ``path::name`` -> the reason."""
 
 

@@ -33,7 +33,18 @@ def is_behind_a_door(name: str) -> bool:
     if len(parts) < 3 or parts[0] != "shardcore" or parts[1] in DOORS_OF_THEIR_OWN:
         return False
     inner = sources.PACKAGE / parts[1] / parts[2]
-    return inner.with_suffix(".py").exists() or inner.is_dir()
+    if not (inner.with_suffix(".py").exists() or inner.is_dir()):
+        return False
+    return len(parts) > 3 or parts[2] not in offered(parts[1])
+
+
+def offered(room: str) -> set[str]:
+    """Names that the room's door holds out; one of them may be called like the file that it comes from."""
+    tree = sources.tree_of(sources.PACKAGE / room / "__init__.py")
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def torch_names(path: Path) -> Iterator[tuple[str, int]]:

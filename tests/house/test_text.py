@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def scripts() -> set[str]:
 def test_commands_exist(document: str) -> None:
     known = scripts()
     for command in commands(document):
-        words = command.split()
+        words = shlex.split(command)
         if words[0] == "make":
             targets = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
             assert set(targets) <= make_targets(), command

@@ -36,7 +36,8 @@ def agree_on(
 
     Args:
         what: the thing compared, for the message.
-        detail: a text from which ``first_difference(mine, theirs)`` tells where two ranks part; sent only on a mismatch.
+        detail: a text from which ``first_difference(mine, theirs)`` tells where two ranks part; sent only on a
+        mismatch.
     """
     digests = exchange(digest, axis, what)
     if len(set(digests)) == 1:
@@ -48,7 +49,8 @@ def agree_on(
     left, right = details[digests.index(common)], details[axis.ranks.index(odd[0])]
     raise RankMismatchError(
         f"{what} differs between ranks {rest} and ranks {odd} of axis {axis.name!r}: "
-        f"{first_difference(left, right) or 'no difference found in detail'}. All ranks must build the same model with the same settings"
+        f"{first_difference(left, right) or 'no difference found in detail'}. All ranks must build the same model "
+        f"with the same settings"
     )
 
 

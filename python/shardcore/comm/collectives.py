@@ -3,8 +3,10 @@
 A flat buffer of an axis of W ranks is W equal shards; this rank owns the shard at its position. All operations work in
 place on that buffer. They are collective over the axis, start at once and return a :class:`Handle` to wait for.
 
-On NCCL these are the native collectives. On gloo they are composed: its reduce-scatter is an all-reduce of which most is
-thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one broadcast
+On NCCL these are the native collectives. On gloo they are composed: its reduce-scatter is an all-reduce of which most
+is
+thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one
+broadcast
 per shard gathers without staging copies (``benches/micro/collectives.py`` shows both).
 """
 
@@ -60,19 +62,21 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
-        return Handle((work,), entry)
+        return Handle((_work(work),), entry)
     return Handle([_broadcast(shards[i], axis, i) for i in range(axis.size)], entry)
 
 
 def reduce_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
-    """Sum ``full`` [W x shard_numel] over the axis into this rank's own shard of it; the other shards are left undefined."""
+    """Sum ``full`` [W x shard_numel] over the axis into this rank's own shard of it; the other shards are left
+    undefined.
+    """
     if axis.size == 1 or full.numel() == 0:
         return DONE
     entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)
-        return Handle((work,), entry)
+        return Handle((_work(work),), entry)
     return _exchange_and_sum(full, shards, axis, entry)
 
 
@@ -94,7 +98,9 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int, unit: str) -> Handl
 
 
 def traffic() -> dict[str, int]:
-    """Since the last reset: bytes each rank sends per operation ("gather", "reduce", ...), and calls ("gather.calls", ...)."""
+    """Since the last reset: bytes each rank sends per operation ("gather", "reduce", ...), and calls
+    ("gather.calls", ...).
+    """
     return dict(_traffic)
 
 

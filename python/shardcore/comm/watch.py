@@ -2,7 +2,8 @@
 
 Each rank keeps the recent collectives of each axis in program order. A rank that has waited longer than
 ``PATIENCE_S`` publishes that history in the job's key-value store, which works while collectives do not, and reads the
-others'. Ranks whose histories differ raise :class:`RankMismatchError` naming the first difference; a rank that failed has
+others'. Ranks whose histories differ raise :class:`RankMismatchError` naming the first difference; a rank that failed
+has
 left its message there, and all raise with it. Ranks that merely compute longer are waited for.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardcore import _torch_private as private
+from shardcore._torch_private import Store
 from shardcore.errors import RankMismatchError
 from shardcore.mesh import Axis
 
@@ -49,7 +51,7 @@ class Entry:
 class _Board:
     """What this process knows and tells about the job; made anew for each process group."""
 
-    store: dist.Store | None
+    store: Store | None
     rank: int
     epoch: int = 0
     digest: int = 0
@@ -123,8 +125,10 @@ def look_around(entry: Entry) -> None:
         if difference is not None:
             sequence, mine, other = difference
             message = (
-                f"ranks left the common order of collectives on axis {entry.axis.name!r} at number {sequence}: rank {b.rank} runs "
-                f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; check for "
+                f"ranks left the common order of collectives on axis {entry.axis.name!r} at number {sequence}: "
+                f"rank {b.rank} runs "
+                f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; "
+                f"check for "
                 "branches that depend on the rank or on its data"
             )
             report_failure(RankMismatchError(message))
@@ -132,12 +136,15 @@ def look_around(entry: Entry) -> None:
 
 
 def program_digest() -> int:
-    """A 32-bit digest of all collectives of this process since the last comparison; equal on all ranks of a sound job."""
+    """A 32-bit digest of all collectives of this process since the last comparison; equal on all ranks of a sound
+    job.
+    """
     return board().digest
 
 
 def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
-    """End a comparison of :func:`program_digest`: start a new one, or report where ranks differ. Collective where unequal.
+    """End a comparison of :func:`program_digest`: start a new one, or report where ranks differ. Collective where
+    unequal.
 
     Equal sizes let collectives of different units complete against one another; without this the step would go wrong
     silently.
@@ -155,12 +162,15 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
             difference = _first_difference(dict(b.history.get(key, ())), theirs)
             if difference is not None:
                 raise RankMismatchError(
-                    f"ranks used different units in this step, and their data were mixed: at number {difference[0]} of axis "
-                    f"{axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. The step was not "
+                    f"ranks used different units in this step, and their data were mixed: at number "
+                    f"{difference[0]} of axis "
+                    f"{axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. The "
+                    f"step was not "
                     "applied. Every rank must use the same units in the same order"
                 )
     raise RankMismatchError(
-        f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step was not applied. "
+        f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step "
+        f"was not applied. "
         "Every rank must use the same units in the same order"
     )
 
@@ -193,12 +203,13 @@ def _raise_failure(b: _Board, entry: Entry) -> None:
     if b.store is not None and b.store.check([key]):
         failure: dict[str, Any] = json.loads(b.store.get(key))
         if failure["rank"] != b.rank:
-            raise RankFailedError(f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {_where(entry)})")
+            raise RankFailedError(
+                f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {_where(entry)})"
+            )
 
 
 def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
     """A peer closed its connection: it failed or is gone. Wait shortly for its reason."""
-    b = board()
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline:
         try:
@@ -209,7 +220,8 @@ def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
             break  # the store is gone too
         time.sleep(0.05)
     lost = RankFailedError(
-        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or was killed "
+        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process "
+        f"ended or was killed "
         f"(its own output says why; a kill without a message often means memory ran out). Details: {error}"
     )
     raise lost from error
@@ -235,7 +247,9 @@ def _first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int
 def _absent(entry: Entry) -> str:
     b = board()
     absent = [rank for rank in entry.axis.ranks if rank != b.rank and rank not in _published(b, entry.axis)]
-    return f"Ranks {absent} never came to a collective of axis {entry.axis.name!r}" if absent else "All ranks wait in it"
+    return (
+        f"Ranks {absent} never came to a collective of axis {entry.axis.name!r}" if absent else "All ranks wait in it"
+    )
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

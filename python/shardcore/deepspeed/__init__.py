@@ -1,6 +1,7 @@
 """DeepSpeed's names over shardcore: ``import shardcore.deepspeed as deepspeed``.
 
-The same ``ds_config.json`` and the same loop run unchanged. Defaults and error classes are DeepSpeed's where they differ from
+The same ``ds_config.json`` and the same loop run unchanged. Defaults and error classes are DeepSpeed's where they
+differ from
 the native ones (``docs/config.md`` lists them).
 """
 
@@ -23,11 +24,13 @@ initialize = partial(_initialize, drop_in=True)
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Join the job described by the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``). Collective.
+    """Join the job described by the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
+    Collective.
 
     Args:
         dist_backend: "gloo", "nccl" or None for what the devices need.
-        **options: DeepSpeed's other arguments; those that would change where ranks meet are refused, the rest have no effect.
+        **options: DeepSpeed's other arguments; those that would change where ranks meet are refused, the rest have no
+        effect.
 
     Raises:
         ConfigError: an unknown backend, or ``init_method``, ``rank`` or ``world_size`` that contradict the environment.
@@ -36,7 +39,10 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
         raise ConfigError(f"init_distributed(dist_backend={dist_backend!r}): expected 'gloo', 'nccl' or None")
     for name in ("init_method", "rank", "world_size"):
         if options.get(name) not in (None, -1):
-            raise ConfigError(f"init_distributed({name}={options[name]!r}): set it through the launcher's environment variables instead")
+            raise ConfigError(
+                f"init_distributed({name}={options[name]!r}): set it through the launcher's environment variables "
+                f"instead"
+            )
     init_process_group(None if dist_backend is None else "cuda" if dist_backend == "nccl" else "cpu")
 
 

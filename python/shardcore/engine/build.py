@@ -1,4 +1,6 @@
-"""``initialize``: from DeepSpeed's arguments and config file to an engine, by the functions that hand-written loops use."""
+"""``initialize``: from DeepSpeed's arguments and config file to an engine, by the functions that hand-written loops
+use.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def initialize(
     """Shard ``model`` and wrap it in an engine, by DeepSpeed's signature. Collective over all ranks.
 
     Args:
-        args: an argument namespace; its ``deepspeed_config`` is used if neither ``config`` nor ``config_params`` is given.
+        args: an argument namespace; its ``deepspeed_config`` is used if neither ``config`` nor ``config_params`` is
+        given.
         model: changed in place.
         optimizer: a torch optimizer, or a function of parameter groups; wins over the config's.
         model_parameters: parameters or groups to train; None means all of the model's.
@@ -65,7 +68,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise failure(f"initialize requires a model (torch.nn.Module), got {type(model).__name__}: pass model=...")
     if mpu is not None:
-        raise failure("initialize(mpu=...) is not supported: pass mesh_param=shardcore.Mesh(...), which names the parallel axes")
+        raise failure(
+            "initialize(mpu=...) is not supported: pass mesh_param=shardcore.Mesh(...), which names the parallel axes"
+        )
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     mesh = mesh_param if isinstance(mesh_param, Mesh) else Mesh() if mesh_param is None else Mesh.from_torch(mesh_param)
@@ -106,7 +111,9 @@ def _config_source(args: Any, config: Any, config_params: Any, failure: type[Con
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     named = [name for name, value in given.items() if value is not None]
     if not named:
-        raise failure("no configuration: pass config=<dict or path of a JSON file>, or --deepspeed_config on the command line")
+        raise failure(
+            "no configuration: pass config=<dict or path of a JSON file>, or --deepspeed_config on the command line"
+        )
     if len(named) > 1:
         raise failure(f"the configuration was given {len(named)} times ({', '.join(named)}); give it once")
     return given[named[0]]
@@ -120,7 +127,11 @@ def _precision(config: Config) -> zero.Precision:
         param=None if config.param_dtype == "fp32" else config.param_dtype,
         reduce=config.gradients.communication_dtype,
         loss_scale=scale,
-        skip_nonfinite=True if config.fp16.enabled else config.bf16.check_grad_overflow if config.bf16.enabled else None,
+        skip_nonfinite=True
+        if config.fp16.enabled
+        else config.bf16.check_grad_overflow
+        if config.bf16.enabled
+        else None,
     )
 
 
@@ -150,7 +161,9 @@ def _optimizer(
         sharded = make_optimizer(client, parameters or model, max_grad_norm=clip, loss_scale=scale)
     elif config.optimizer is not None:
         options = dict(config.optimizer.params)
-        sharded = make_optimizer(config.optimizer.type, parameters or model, max_grad_norm=clip, loss_scale=scale, **options)
+        sharded = make_optimizer(
+            config.optimizer.type, parameters or model, max_grad_norm=clip, loss_scale=scale, **options
+        )
     else:
         return None
     sharded.track_grad_norm = True
@@ -161,7 +174,9 @@ def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Any) 
     if client is None and config.scheduler is None:
         return None
     if optimizer is None:
-        raise ConfigError("a learning-rate scheduler was given without an optimizer; name one in the config or pass optimizer=...")
+        raise ConfigError(
+            "a learning-rate scheduler was given without an optimizer; name one in the config or pass optimizer=..."
+        )
     if client is None and config.scheduler is not None:
         return build_scheduler(optimizer, config.scheduler.type, dict(config.scheduler.params))
     return client if hasattr(client, "step") else client(optimizer)

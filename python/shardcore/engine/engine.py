@@ -59,7 +59,7 @@ class Engine(Queries, nn.Module):
         """Calls of ``step()``, over the whole run."""
         self._batch = batch
         self._collate_fn = collate_fn
-        self._root = find_root(module)
+        self._root: Any = find_root(module)
         self._window_steps = 0
         self._forced_boundary: bool | None = None
         self._times = PhaseTimes(enabled=config.logging.wall_clock_breakdown)
@@ -74,7 +74,8 @@ class Engine(Queries, nn.Module):
         """Backward of one micro-batch's mean loss. Collective over the data-parallel axis where this stage reduces now.
 
         Args:
-            loss: a scalar; it is divided by the accumulation count (unless ``scale_wrt_gas=False``) and multiplied by the
+            loss: a scalar; it is divided by the accumulation count (unless ``scale_wrt_gas=False``) and multiplied by
+            the
                 loss scale, here and nowhere else.
 
         Returns:
@@ -85,7 +86,8 @@ class Engine(Queries, nn.Module):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(
-                f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce it with .mean(), and "
+                f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce "
+                f"it with .mean(), and "
                 "compute it outside torch.no_grad()"
             )
         divided = loss / self._batch.accumulation_steps if scale_wrt_gas else loss
@@ -123,7 +125,10 @@ class Engine(Queries, nn.Module):
             self._window_steps += 1
             self._root.num_micro_batches = self._window_steps
         elif not flush:
-            raise StateError("engine.step() without a backward: call engine.backward(loss) (or loss.backward()) for each micro-batch first")
+            raise StateError(
+                "engine.step() without a backward: call engine.backward(loss) (or loss.backward()) for each "
+                "micro-batch first"
+            )
         if (at_boundary or flush) and self._window_steps:
             with self._times.phase("step"):
                 self._update(optimizer, lr_kwargs)
@@ -151,7 +156,9 @@ class Engine(Queries, nn.Module):
         self._prepare_backward()
 
     def reset_iteration(self) -> None:
-        """After an exception in a step: drop the window and return to the state between steps. Collective over all ranks."""
+        """After an exception in a step: drop the window and return to the state between steps. Collective over all
+        ranks.
+        """
         self._root.reset_iteration()
         self._window_steps = 0
         self._prepare_backward()
@@ -165,7 +172,8 @@ class Engine(Queries, nn.Module):
         per_step = self._batch.micro_batch_size * self.mesh.data_world
         if train_batch_size < 1 or train_batch_size % per_step:
             raise ConfigError(
-                f"train batch size {train_batch_size} must be a positive multiple of micro batch {self._batch.micro_batch_size} x "
+                f"train batch size {train_batch_size} must be a positive multiple of micro batch "
+                f"{self._batch.micro_batch_size} x "
                 f"{self.mesh.data_world} data-parallel ranks = {per_step}"
             )
         self._set_batch(self._batch.micro_batch_size, train_batch_size // per_step)
@@ -203,13 +211,16 @@ class Engine(Queries, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise AttributeError(f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}") from None
+                raise AttributeError(
+                    f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}"
+                ) from None
             return getattr(module, name)
 
     def _checked_optimizer(self) -> ShardedOptimizer:
         if self.optimizer is None:
             raise StateError(
-                "engine.step() without an optimizer: pass one to initialize(optimizer=...) or name it in the config ('optimizer' section)"
+                "engine.step() without an optimizer: pass one to initialize(optimizer=...) or name it in the "
+                "config ('optimizer' section)"
             )
         if self._root.window.suspended:
             raise StateError("engine.step() inside no_sync(): leave the context before the window's last backward")
@@ -226,21 +237,28 @@ class Engine(Queries, nn.Module):
         self._report()
 
     def _prepare_backward(self) -> None:
-        """Tell the model what a coming backward means: plain ``loss.backward()`` and ``engine.backward`` are the same."""
+        """Tell the model what a coming backward means: plain ``loss.backward()`` and ``engine.backward`` are the
+        same.
+        """
         self._root.accumulation = self._batch.accumulation_steps
         self._root.window.last_backward = self.is_gradient_accumulation_boundary()
 
     def _set_batch(self, micro: int, accumulation: int) -> None:
         total = micro * accumulation * self.mesh.data_world
         self._batch = BatchSizes(
-            train_batch_size=total, micro_batch_size=micro, accumulation_steps=accumulation, data_world=self.mesh.data_world
+            train_batch_size=total,
+            micro_batch_size=micro,
+            accumulation_steps=accumulation,
+            data_world=self.mesh.data_world,
         )
         self._prepare_backward()
 
     def _report(self) -> None:
         every = self.config.logging.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
-            _log.info("step=%d skipped=%d lr=%s mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom())
+            _log.info(
+                "step=%d skipped=%d lr=%s mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
+            )
             self._times.report(_log, every)
 
 

@@ -30,5 +30,8 @@ class PhaseTimes:
     def report(self, log: logging.Logger, num_steps: int) -> None:
         """One line with the mean milliseconds per step of each phase; starts anew."""
         if self._enabled and self._seconds:
-            log.info("time (ms per step): %s", " | ".join(f"{k}: {v / num_steps * 1e3:.2f}" for k, v in self._seconds.items()))
+            log.info(
+                "time (ms per step): %s",
+                " | ".join(f"{k}: {v / num_steps * 1e3:.2f}" for k, v in self._seconds.items()),
+            )
             self._seconds.clear()

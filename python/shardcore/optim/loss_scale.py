@@ -28,7 +28,9 @@ class ConstantScale:
 
 @dataclass(slots=True)
 class DynamicScale:
-    """Halves on overflow, once ``hysteresis`` overflows have come; doubles after ``window`` clean steps (Micikevicius et al., 2018)."""
+    """Halves on overflow, once ``hysteresis`` overflows have come; doubles after ``window`` clean steps
+    (Micikevicius et al., 2018).
+    """
 
     scale: float = 2.0**16
     window: int = 1000
@@ -70,7 +72,8 @@ class DynamicScale:
             return
         if self.scale <= self.minimum:
             raise StateError(
-                f"gradients overflow although the loss scale is at its minimum {self.minimum:g}: the loss or the model itself gives "
+                f"gradients overflow although the loss scale is at its minimum {self.minimum:g}: the loss or the "
+                f"model itself gives "
                 "inf or NaN. Check the data and the learning rate, or train in bf16"
             )
         self.scale = max(self.scale / 2, self.minimum)

@@ -14,7 +14,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Try the optimizer on a small vector, whole and cut in two; the results must agree.
 
     Raises:
-        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers), or the optimizer needs matrices (Muon) or
+        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers), or the optimizer needs matrices
+        (Muon) or
             a closure (LBFGS).
     """
     name = type(optimizer).__name__
@@ -24,14 +25,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         cut = _run(optimizer, [3, 5])
     except Exception as error:  # whatever a foreign optimizer raises when given vectors means the same to the user
         raise ConfigError(
-            f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: {error}). Use an "
+            f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: "
+            f"{error}). Use an "
             "element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
         ) from error
     finally:
         torch.set_rng_state(torch_state)
     if not torch.allclose(whole, cut, rtol=1e-5, atol=1e-7):
         raise ConfigError(
-            f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding would train another "
+            f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding "
+            f"would train another "
             "model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
         )
 

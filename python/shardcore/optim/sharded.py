@@ -33,9 +33,11 @@ def optimizer(
     """An optimizer over sharded modules. Every rank makes the same one.
 
     Args:
-        algorithm: an element-wise torch optimizer as class, name (``"adamw"``), function of parameter groups, or instance
+        algorithm: an element-wise torch optimizer as class, name (``"adamw"``), function of parameter groups, or
+        instance
             (built before or after sharding; its groups and options are kept, its state must be empty).
-        targets: sharded module(s), parameters, or parameter groups as torch takes them. Ignored parameters stay as they are.
+        targets: sharded module(s), parameters, or parameter groups as torch takes them. Ignored parameters stay as
+        they are.
         max_grad_norm: clip the global norm of the mean gradient to this, as ``torch.nn.utils.clip_grad_norm_``.
         loss_scale: overrides the scale that the modules' precision asks for.
         **options: passed on (``lr``, ``betas``, ``weight_decay``, ``fused``, ...).
@@ -48,7 +50,9 @@ def optimizer(
         raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping")
     if isinstance(algorithm, torch.optim.Optimizer):
         if options:
-            raise ConfigError(f"options {sorted(options)} were given beside an optimizer instance; set them on the instance")
+            raise ConfigError(
+                f"options {sorted(options)} were given beside an optimizer instance; set them on the instance"
+            )
         return ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
     build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
     roots, groups = resolve_targets(targets)
@@ -73,7 +77,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
-        self.inner = build([{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)])
+        self.inner = build(
+            [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
+        )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
@@ -105,15 +111,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The instance's ``step`` and ``zero_grad`` become the sharded ones, so that a loop that still calls it trains.
         """
         if isinstance(instance, ShardedOptimizer):
-            raise ConfigError("this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is")
+            raise ConfigError(
+                "this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is"
+            )
         if instance.state:
-            raise StateError(f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded")
+            raise StateError(
+                f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded"
+            )
         named = named_options(instance, targets)
         roots, groups = resolve_targets(named)
 
         def build(pieces: list[Options]) -> torch.optim.Optimizer:
             inner = copy.copy(instance)
-            inner.param_groups = [{**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)]
+            inner.param_groups = [
+                {**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)
+            ]
             return inner
 
         sharded = cls(build, roots, groups, max_grad_norm, loss_scale)
@@ -131,14 +143,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None if self._norm is None else float(self._norm)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the window's gradients. Collective over the data-parallel axis.
 
-        Clips, skips a step with non-finite gradients where the precision asks for it (see ``step_was_applied``), and starts
+        Clips, skips a step with non-finite gradients where the precision asks for it (see ``step_was_applied``), and
+        starts
         gathering updated parameters where these are whole.
 
         Raises:
-            StateError: no backward has produced a gradient since the last ``zero_grad``; or fp16 overflow at the minimum scale.
+            StateError: no backward has produced a gradient since the last ``zero_grad``; or fp16 overflow at the
+            minimum scale.
         """
         loss = None
         if closure is not None:
@@ -156,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for root in self._roots:
             root.clear_gradients(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state: loads only into the same model on the same mesh."""
         options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
         return {
@@ -176,7 +190,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._match_pieces([tuple(p) for p in state_dict["pieces"]])
         for piece, state in zip(self._pieces, state_dict["state"], strict=True):
-            self.inner.state[piece.tensor] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            self.inner.state[piece.tensor] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
+            }
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
@@ -190,7 +206,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if (piece.group.index, piece.start, piece.stop) not in wanted:
                     self._split(piece)
         if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
-            raise ConfigError("optimizer state of another model, mesh or set of parameter groups; load it where it was saved")
+            raise ConfigError(
+                "optimizer state of another model, mesh or set of parameter groups; load it where it was saved"
+            )
 
     def _step(self) -> None:
         self.step_was_applied = False
@@ -198,12 +216,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         present = [flags for root in self._roots for flags in root.finish_gradients()]
         groups = [group for root in self._roots for group in root.groups if group.trainable]
         if not any(any(flags) for flags in present):
-            raise StateError("step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank")
+            raise StateError(
+                "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
+            )
         if not self._scale_gradients(groups, scale):
             self._skip(groups)
             return
         self.loss_scale.update(overflow=False)
-        has_gradient = {slot.param: flag for g, flags in zip(groups, present, strict=True) for slot, flag in zip(g.slots, flags, strict=True)}
+        has_gradient = {
+            slot.param: flag
+            for g, flags in zip(groups, present, strict=True)
+            for slot, flag in zip(g.slots, flags, strict=True)
+        }
         self._set_gradients(has_gradient)
         for group in groups:
             group.adopt_edits_if_any()
@@ -285,7 +309,9 @@ def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:
         asked = root.precision.loss_scale
         if isinstance(asked, (int, float)):
             return ConstantScale(float(asked))
-        is_half = any(slot.param.dtype == torch.float16 for group in root.groups if group.trainable for slot in group.slots)
+        is_half = any(
+            slot.param.dtype == torch.float16 for group in root.groups if group.trainable for slot in group.slots
+        )
         if asked == "dynamic" or is_half:
             return DynamicScale()
     return ConstantScale()

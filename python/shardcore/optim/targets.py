@@ -24,18 +24,24 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
     groups = _as_groups(targets)
     params = [param for group in groups for param in group["params"]]
     if not params:
-        raise ConfigError("the optimizer got no parameters: every group is empty. Pass a sharded model or its parameters")
+        raise ConfigError(
+            "the optimizer got no parameters: every group is empty. Pass a sharded model or its parameters"
+        )
     strangers = [param for param in params if find_slot(param) is None]
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
         raise ConfigError(
-            f"the optimizer holds {len(strangers)} of {len(params)} parameters that are not in a sharded module (shapes {shapes}, ...). "
+            f"the optimizer holds {len(strangers)} of {len(params)} parameters that are not in a sharded module "
+            f"(shapes {shapes}, ...). "
             "Call shardcore.shard(model, ...) first and pass that model's parameters"
         )
     if len(set(params)) != len(params):
         raise ConfigError(f"{len(params) - len(set(params))} parameters are in the optimizer twice; list each once")
     if not any(param.requires_grad for param in params):
-        raise ConfigError(f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be trained")
+        raise ConfigError(
+            f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be "
+            f"trained"
+        )
     roots = list(dict.fromkeys(_slot_root(param) for param in params))
     return roots, groups
 
@@ -48,7 +54,8 @@ def named_options(instance: torch.optim.Optimizer, targets: Any) -> list[Options
     unknown = [param for param in held if param not in known]
     if modules and unknown:
         raise ConfigError(
-            f"the optimizer holds {len(unknown)} of {len(held)} parameters that are not in the model; build it over model.parameters()"
+            f"the optimizer holds {len(unknown)} of {len(held)} parameters that are not in the model; build it "
+            f"over model.parameters()"
         )
     return [dict(group) for group in instance.param_groups]
 
@@ -62,7 +69,10 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
     }
     if name.lower() not in classes:
         near = get_close_matches(name.lower(), classes, n=3)
-        raise ConfigError(f"unknown optimizer {name!r}; {'did you mean ' + ' or '.join(near) if near else 'known: ' + ', '.join(sorted(classes))}?")
+        raise ConfigError(
+            f"unknown optimizer {name!r}; "
+            f"{'did you mean ' + ' or '.join(near) if near else 'known: ' + ', '.join(sorted(classes))}?"
+        )
     return classes[name.lower()]
 
 
@@ -73,7 +83,10 @@ def _as_groups(targets: Any) -> list[Options]:
     if items and all(isinstance(item, nn.Module) for item in items):
         for module in items:
             if find_root(module) is None:
-                raise ConfigError(f"{type(module).__name__} is not sharded; call shardcore.shard(model, stage=...) before the optimizer")
+                raise ConfigError(
+                    f"{type(module).__name__} is not sharded; call shardcore.shard(model, stage=...) before the "
+                    f"optimizer"
+                )
         return [{"params": list(dict.fromkeys(p for module in items for p in module.parameters()))}]
     if items and all(isinstance(item, dict) for item in items):
         return [{**item, "params": _as_parameters(item.get("params"))} for item in items]

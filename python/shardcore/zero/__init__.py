@@ -2,6 +2,6 @@
 
 from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
 from shardcore.zero.policy import Precision
-from shardcore.zero.shard import shard
+from shardcore.zero.sharding import shard
 
 __all__ = ["Precision", "gathered", "local_shard", "no_sync", "reset_iteration", "shard", "state_dict", "summon"]

@@ -74,7 +74,9 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """
     slot = find_slot(param)
     if slot is None:
-        raise ConfigError(f"local_shard: the tensor of shape {tuple(param.shape)} is not a parameter of a sharded module")
+        raise ConfigError(
+            f"local_shard: the tensor of shape {tuple(param.shape)} is not a parameter of a sharded module"
+        )
     start, stop, offset = slot.group.local_range(slot)
     if slot.group.state.value == "unsharding":
         slot.group.unshard()
@@ -82,7 +84,8 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
 
 
 def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers on the CPU, under their unsharded names. Collective over the data-parallel axis.
+    """The model's parameters and buffers on the CPU, under their unsharded names. Collective over the data-parallel
+    axis.
 
     Args:
         full: whole tensors; False gives this rank's pieces of parameters (1-D) without communication.
@@ -110,7 +113,9 @@ def install_state_dict_hooks(root: Root) -> None:
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:
-            raise StateError("state_dict(keep_vars=True) is not possible at stage 3, whose parameters have no data; leave it out")
+            raise StateError(
+                "state_dict(keep_vars=True) is not possible at stage 3, whose parameters have no data; leave it out"
+            )
         for group in root.groups:
             group.exporting = True
 
@@ -140,7 +145,8 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
     edited = [slot.name for slot, version in before if private.version(slot.param) != version]
     if edited and not writeback:
         raise StateError(
-            f"parameters {edited[:5]} were written to while gathered for reading, so the edit would be lost or differ between "
+            f"parameters {edited[:5]} were written to while gathered for reading, so the edit would be lost or "
+            f"differ between "
             "ranks; use summon(model, writeback=True), or GatheredParameters(..., modifier_rank=0)"
         )
 
@@ -148,5 +154,7 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
 def _root_of(module: nn.Module) -> Root:
     root = find_root(module)
     if root is None:
-        raise ConfigError(f"{type(module).__name__} is not sharded; call shardcore.shard(model, ...) first, and pass that model")
+        raise ConfigError(
+            f"{type(module).__name__} is not sharded; call shardcore.shard(model, ...) first, and pass that model"
+        )
     return root  # type: ignore[no-any-return]

@@ -1,8 +1,10 @@
 """The one mechanism behind every stage: the parameters of a unit in one flat buffer, whole or as this rank's shard.
 
-Releasing and gathering resize the buffer's one storage. The alternatives were tried: swapping ``param.data`` leaves what
+Releasing and gathering resize the buffer's one storage. The alternatives were tried: swapping ``param.data`` leaves
+what
 autograd saved (a view such as ``weight.t()``) holding the old memory, and a buffer shared by units lets the next unit
-overwrite what autograd saved, silently. A resized storage keeps parameter identity, keeps saved views valid once gathered
+overwrite what autograd saved, silently. A resized storage keeps parameter identity, keeps saved views valid once
+gathered
 again, and leaves version counters alone, because the gather writes through the flat tensor, which has its own.
 """
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 _EXTERNAL_USE_HINT = (
     "its data are released outside the model's forward and backward. To read or edit it: "
-    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: shardcore.local_shard(param)"
+    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
+    "shardcore.local_shard(param)"
 )
 
 
@@ -136,7 +139,9 @@ class ShardGroup:
             self.full.untyped_storage().resize_(0)
 
     def publish(self) -> None:
-        """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits for."""
+        """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits
+        for.
+        """
         if self.state is ParamState.UNSHARDING:
             self.unshard()
         if self.master is not self.own:
@@ -147,7 +152,9 @@ class ShardGroup:
             self._guard()
 
     def adopt_edits(self) -> None:
-        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and masters."""
+        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
+        masters.
+        """
         if self.releases and self._axis.size > 1:
             self.own.copy_(self.full[self._slice])
         if self.master is not self.own:
@@ -166,7 +173,10 @@ class ShardGroup:
                 return self._export(slot)
             if not self.on_demand(self):
                 name = getattr(func, "__name__", str(func))
-                raise StateError(f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {_EXTERNAL_USE_HINT}")
+                raise StateError(
+                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
+                    f"{_EXTERNAL_USE_HINT}"
+                )
         self.unshard()
         return None
 

@@ -1,7 +1,8 @@
 """Reading a parameter whose data are not here: wait, gather, or say what to call. Never a crash, never a stale value.
 
 A parameter keeps its identity, shape and dtype while its data are away. For that time its class is a guard, a subclass
-of its own class whose ``__torch_function__`` sees every operation. Metadata (shape, dtype, grad, ...) pass. Anything that
+of its own class whose ``__torch_function__`` sees every operation. Metadata (shape, dtype, grad, ...) pass. Anything
+that
 needs data waits for a gather that is under way; inside the model's forward it gathers; elsewhere it raises
 :class:`StateError`. In the hot path the hooks have restored the class before a kernel sees the parameter, so the guard
 costs nothing there.
@@ -21,10 +22,26 @@ from shardcore.protocols import ParameterSlot, find_slot
 _DATA_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
     getattr(torch.Tensor, name)
-    for name in (
-        "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
-        "get_device requires_grad_ register_hook register_post_accumulate_grad_hook __len__ __hash__ is_signed"
-    ).split()
+    for name in [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__len__",
+        "__hash__",
+        "is_signed",
+    ]
 )
 
 
@@ -79,4 +96,5 @@ def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterable[P
 def _describe(param: torch.Tensor) -> str:
     slot = find_slot(param)
     name = slot.name if slot is not None else "?"
-    return f"<parameter {name!r} {tuple(param.shape)} {param.dtype}: data {slot.group.state.value if slot else 'away'}; shardcore.summon(model) reads it>"
+    state = slot.group.state.value if slot is not None else "away"
+    return f"<parameter {name!r} {tuple(param.shape)} {param.dtype}: data {state}; shardcore.summon(model) reads it>"

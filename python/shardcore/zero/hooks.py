@@ -1,7 +1,8 @@
 """Hooks that make a sharded model act by itself: forward gathers and releases, backward gathers, reduces and releases.
 
 Forward of a unit: gather (or wait for) its groups, start gathering the next unit, compute, release. Backward of a unit
-begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no gradient
+begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no
+gradient
 of its parameters is still to come.
 """
 
@@ -148,7 +149,9 @@ class _UnitHooks:
             unit.release()
 
     def _alias(self, tensor: torch.Tensor, call: _Call) -> torch.Tensor:
-        """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the input."""
+        """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the
+        input.
+        """
         if not tensor.requires_grad:
             return tensor
         alias = tensor.view_as(tensor)
@@ -196,7 +199,9 @@ class _UnitHooks:
 
 
 class _RootHooks:
-    """Forward of the whole model: casts inputs, scales gradients where they enter, tells other ranks of an exception."""
+    """Forward of the whole model: casts inputs, scales gradients where they enter, tells other ranks of an
+    exception.
+    """
 
     def __init__(self, root: Root) -> None:
         self._root = root

@@ -46,7 +46,9 @@ class Precision:
         for name in ("param", "reduce", "master"):
             value = getattr(self, name)
             if value is not None and value not in _DTYPES:
-                raise ConfigError(f"Precision({name}={value!r}) is not a dtype; use one of {', '.join(sorted(set(_DTYPES)))}")
+                raise ConfigError(
+                    f"Precision({name}={value!r}) is not a dtype; use one of {', '.join(sorted(set(_DTYPES)))}"
+                )
         scale = self.loss_scale
         if isinstance(scale, str) and scale != "dynamic":
             raise ConfigError(f"Precision(loss_scale={scale!r}): expected 'dynamic', a number above 0, or None")
@@ -79,7 +81,8 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
-                f"stage={self.stage!r}: expected 0 (replicated), 1 (optimizer states sharded), 2 (and gradients) or 3 (and parameters)"
+                f"stage={self.stage!r}: expected 0 (replicated), 1 (optimizer states sharded), 2 (and gradients) "
+                f"or 3 (and parameters)"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class Root:
         """Units whose forward is running, outermost first."""
         self.executed: list[Unit] = []
         """The order of units in the forward that runs now; backward looks ahead along it in reverse."""
-        self.following: dict[Unit, Unit] = dict(zip(units, units[1:], strict=False))
+        self.following: dict[Unit, Unit] = dict(pairwise(units))
         """Which unit to gather ahead after which: the order of the model, then that of the last forward."""
         self._loss_scale: LossScale | None = None
         self.accumulation = 1
@@ -109,7 +110,9 @@ class Root:
 
     @property
     def window_correction(self) -> float:
-        """By what the gradients of a partial accumulation window are multiplied, so that they are a mean over what is in."""
+        """By what the gradients of a partial accumulation window are multiplied, so that they are a mean over what
+        is in.
+        """
         num_in = self.num_micro_batches or self.window.num_backwards
         return self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
 
@@ -133,7 +136,7 @@ class Root:
         if not private.in_backward():
             self.active.clear()
             if self.executed:
-                self.following = dict(zip(self.executed, self.executed[1:], strict=False))
+                self.following = dict(pairwise(self.executed))
             for group in self.groups:
                 group.holders.clear()
                 group.reshard()
@@ -163,7 +166,9 @@ class Root:
     def finish_gradients(self) -> list[list[bool]]:
         """Reduce what is not reduced yet; per trainable group and parameter: has any rank a gradient? Collective."""
         if self.backward_running:
-            raise StateError("step() was called while a backward is running or after one failed; call reset_iteration() first")
+            raise StateError(
+                "step() was called while a backward is running or after one failed; call reset_iteration() first"
+            )
         for group in self.groups:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
@@ -175,7 +180,9 @@ class Root:
         self.window.clear(set_to_none)
 
     def reset_iteration(self) -> None:
-        """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls it."""
+        """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls
+        it.
+        """
         self._settle_state()
         for group in self.groups:
             group.abandon()
@@ -188,7 +195,9 @@ class Root:
                 group.start_unshard()
 
     def _gather_on_demand(self, group: ShardGroup) -> bool:
-        """A released parameter is used. Inside the model's forward some module uses it that does not hold it: gather."""
+        """A released parameter is used. Inside the model's forward some module uses it that does not hold it:
+        gather.
+        """
         if not self.forward_depth and not private.in_backward():
             return False
         unit = self.active[-1] if self.active else self.root_unit
@@ -216,6 +225,7 @@ class Root:
 def _thawed(slots: Sequence[ParameterSlot]) -> str:
     names = [slot.name for slot in slots][:5]
     return (
-        f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have no gradient and "
+        f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have "
+        f"no gradient and "
         "optimizer state; set requires_grad before shardcore.shard(model, ...)"
     )

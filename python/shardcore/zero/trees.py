@@ -1,4 +1,6 @@
-"""Finding and replacing the tensors in what modules take and return: nested tuples, lists, mappings, dataclasses, objects."""
+"""Finding and replacing the tensors in what modules take and return: nested tuples, lists, mappings, dataclasses,
+objects.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors; containers keep their type, unknown objects stay as they are."""
+    """``value`` with ``function`` applied to its tensors; containers keep their type, unknown objects stay as they
+    are.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -39,7 +43,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             mapped[key] = map_tensors(function, item)
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
+        instance: Any = value
+        mapped = copy.copy(instance)
         for field in dataclasses.fields(value):
             object.__setattr__(mapped, field.name, map_tensors(function, getattr(value, field.name)))
         return mapped

@@ -1,6 +1,7 @@
 """Which modules are the units of sharding, and which parameter belongs to which.
 
-A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that holds
+A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that
+holds
 it; one that several units hold (tied weights) is a unit of its own, which all of them use.
 """
 
@@ -44,7 +45,8 @@ def assign_units(model: nn.Module, units: Units) -> Assignment:
     """Split the model's parameters into units.
 
     Args:
-        units: ``"auto"`` (the largest repeated block classes, Hugging Face's ``_no_split_modules`` first, then by size), a
+        units: ``"auto"`` (the largest repeated block classes, Hugging Face's ``_no_split_modules`` first, then by
+        size), a
             list of modules, classes or class names, or a function ``(name, module) -> bool``.
 
     Raises:
@@ -88,7 +90,9 @@ def _walk(model: nn.Module, chosen: set[nn.Module]) -> Iterable[tuple[nn.Module,
 def _choose(model: nn.Module, units: Units, names: dict[nn.Module, str]) -> set[nn.Module]:
     if isinstance(units, str):
         if units != "auto":
-            raise ConfigError(f"units={units!r}: expected 'auto', a list of modules, classes or class names, or a function")
+            raise ConfigError(
+                f"units={units!r}: expected 'auto', a list of modules, classes or class names, or a function"
+            )
         return _choose_auto(model)
     if callable(units):
         return {module for module, name in names.items() if units(name, module)}
@@ -96,7 +100,9 @@ def _choose(model: nn.Module, units: Units, names: dict[nn.Module, str]) -> set[
     for unit in units:
         found = {m for m in names if m is unit or _is_class(m, unit)}
         if not found:
-            raise ConfigError(f"units: {unit!r} is not in the model {type(model).__name__}; its classes are {_class_names(names)}")
+            raise ConfigError(
+                f"units: {unit!r} is not in the model {type(model).__name__}; its classes are {_class_names(names)}"
+            )
         chosen |= found
     return chosen
 
@@ -112,7 +118,9 @@ def _choose_auto(model: nn.Module) -> set[nn.Module]:
 
 
 def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[list[nn.Module]]:
-    """For each class with at least two instances outside ``chosen`` and not around any of them: its outermost instances."""
+    """For each class with at least two instances outside ``chosen`` and not around any of them: its outermost
+    instances.
+    """
     found: dict[type[nn.Module], list[nn.Module]] = {}
 
     def visit(module: nn.Module, inside: frozenset[type[nn.Module]]) -> bool:
@@ -120,9 +128,15 @@ def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[list[nn.
         if module in chosen:
             return True
         cls = type(module)
-        # A list, since `any` over a generator would stop before visiting all children.
-        below = any([visit(child, inside | {cls}) for child in module.children()])
-        if not below and module is not model and cls not in inside and not isinstance(module, _CONTAINERS) and _numel(module):
+        visited = [visit(child, inside | {cls}) for child in module.children()]  # all children, whatever the first says
+        below = any(visited)
+        if (
+            not below
+            and module is not model
+            and cls not in inside
+            and not isinstance(module, _CONTAINERS)
+            and _numel(module)
+        ):
             found.setdefault(cls, []).append(module)
         return below
 
@@ -165,12 +179,19 @@ def check_parameters(model: nn.Module) -> None:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     for name, param in params.items():
         if not param.is_floating_point():
-            raise ConfigError(f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer or real")
+            raise ConfigError(
+                f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a "
+                f"buffer or real"
+            )
         if param.device.type == "meta":
-            raise ConfigError(f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first")
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first"
+            )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ConfigError(f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False")
+            raise ConfigError(
+                f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False"
+            )
 
 
 def parameter_dtype(param: torch.Tensor) -> str:

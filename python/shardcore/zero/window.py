@@ -12,19 +12,25 @@ from collections.abc import Sequence
 import torch
 
 from shardcore import comm
+from shardcore.errors import StateError
 from shardcore.mesh import Axis
+from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
 
 
 class Window:
     """The gradients of all groups between two updates.
 
-    Stages 0, 2 and 3 reduce in every backward. Stage 1 keeps gradients whole, so it needs to reduce only once, in the last
-    backward: the engine says which that is; in a hand-written loop it is learnt from the window before (the first window
+    Stages 0, 2 and 3 reduce in every backward. Stage 1 keeps gradients whole, so it needs to reduce only once, in the
+    last
+    backward: the engine says which that is; in a hand-written loop it is learnt from the window before (the first
+    window
     reduces at the boundary).
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], reduce_order: Sequence[int], data_axis: Axis, *, reduce_once: bool) -> None:
+    def __init__(
+        self, groups: Sequence[ShardGroup], reduce_order: Sequence[int], data_axis: Axis, *, reduce_once: bool
+    ) -> None:
         self._groups = [group for group in groups if group.trainable]
         self._order = [groups[i] for i in reduce_order]
         self._axis = data_axis
@@ -71,7 +77,9 @@ class Window:
         self.reducing = False
 
     def finish(self) -> list[list[bool]]:
-        """Reduce what is left over, wait for everything; per group and parameter: has any rank a gradient? Collective."""
+        """Reduce what is left over, wait for everything; per group and parameter: has any rank a gradient?
+        Collective.
+        """
         for group in self._groups:
             _grads(group).finish_reduce()
             _grads(group).drop_unset()
@@ -129,8 +137,12 @@ class Window:
             present = [bool(flag) for flag in agreed[: len(present)]]
             local = [bool(flag) for flag in agreed[len(present) : -8]]
         flags_of = iter(present)
-        return [[next(flags_of) for _ in group.slots] for group in self._groups], dict(zip(self._groups, local, strict=True))
+        return [[next(flags_of) for _ in group.slots] for group in self._groups], dict(
+            zip(self._groups, local, strict=True)
+        )
 
 
-def _grads(group: ShardGroup):  # type: ignore[no-untyped-def]
+def _grads(group: ShardGroup) -> GroupGradients:
+    if group.grads is None:  # the window holds trainable groups only
+        raise StateError(f"group {group.name!r} is frozen and has no gradients")
     return group.grads

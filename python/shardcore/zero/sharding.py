@@ -19,7 +19,7 @@ from shardcore.zero.root import Root, Unit
 from shardcore.zero.units import Assignment, Units, assign_units, check_parameters, parameter_dtype
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from shardcore.mesh import DeviceMesh
 
 DEFAULT_SEGMENT_NBYTES = 64 << 20
 """A unit's parameters are split into groups of at most this size, which bounds the buffer of one reduction."""
@@ -37,11 +37,13 @@ def shard(
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
-    All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype and
+    All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape,
+    dtype and
     ``requires_grad``; at stage 3 their data are there only while the module uses them.
 
     Args:
-        module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is collective).
+        module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
+        collective).
         mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
@@ -113,7 +115,9 @@ def _axes(mesh: Mesh, policy: Policy) -> tuple[Axis, Axis]:
 def _check_unsharded(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if find_root(child) is not None:
-            raise StateError(f"module {name or 'root'!r} ({type(child).__name__}) is sharded already; shard each module once")
+            raise StateError(
+                f"module {name or 'root'!r} ({type(child).__name__}) is sharded already; shard each module once"
+            )
     for name, param in module.named_parameters():
         if find_slot(param) is not None:
             raise StateError(f"parameter {name!r} belongs to another sharded module; shard a module that contains both")
