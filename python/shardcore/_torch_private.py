@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
 

@@ -40,6 +40,7 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Number of ranks along the axis."""
         return len(self.ranks)
 
     @cached_property
@@ -193,9 +194,9 @@ def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
     """The data-parallel size that fits ``world``, or a ConfigError naming every size."""
     given = {"dp": dp, **sizes}
     text = f"Mesh({', '.join(f'{k}={v}' for k, v in given.items())}) on {world} ranks"
-    for name, size in given.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ConfigError(f"{text}: {name} must be a whole number of at least 1, got {size!r}")
+    for name, num_ranks in given.items():
+        if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
+            raise ConfigError(f"{text}: {name} must be a whole number of at least 1, got {num_ranks!r}")
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     if world % model:
         raise ConfigError(

@@ -23,13 +23,17 @@ class LossScale(Protocol):
     """The factor by which a loss is multiplied before backward, and the gradients divided before the update."""
 
     @property
-    def scale(self) -> float: ...
+    def scale(self) -> float:
+        """The factor now."""
 
-    def update(self, *, overflow: bool) -> None: ...
+    def update(self, *, overflow: bool) -> None:
+        """A step was applied, or skipped for an overflow."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
 
 
 class ShardedGroup(Protocol):

@@ -50,17 +50,26 @@ def num_lines(path: Path) -> int:
 
 
 def python_functions(path: Path) -> Iterator[Function]:
-    """Every function and method, nested ones too, from its first decorator to its last line."""
+    """Every function and method, nested ones too, with its lines from ``def`` to the last; a docstring does not count."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert child.end_lineno is not None
-                yield Function(f"{name_of(path)}::{prefix}{child.name}", child.end_lineno - child.lineno + 1)
+                num_lines = child.end_lineno - child.lineno + 1 - _docstring_lines(child)
+                yield Function(f"{name_of(path)}::{prefix}{child.name}", num_lines)
             named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             yield from walk(child, f"{prefix}{child.name}." if named else prefix)
 
     return walk(tree_of(path), "")
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node) is None:
+        return 0
+    first = node.body[0]
+    assert first.end_lineno is not None
+    return first.end_lineno - first.lineno + 1
 
 
 def imports(path: Path, *, at_import_time_only: bool = False) -> Iterator[tuple[str, int]]:

@@ -57,6 +57,7 @@ class Precision:
 
     @property
     def param_dtype(self) -> torch.dtype | None:
+        """What floating parameters are cast to; None casts nothing."""
         return None if self.param is None else _DTYPES[self.param]
 
     def master_dtype(self, param: torch.dtype) -> torch.dtype:
@@ -87,12 +88,15 @@ class Policy:
 
     @property
     def shards_states(self) -> bool:
+        """Each rank updates only its shard."""
         return self.stage >= 1
 
     @property
     def shards_grads(self) -> bool:
+        """Whole gradients exist only until they are reduced."""
         return self.stage >= 2
 
     @property
     def shards_params(self) -> bool:
+        """Whole parameters exist only while they are used."""
         return self.stage >= 3
