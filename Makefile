@@ -70,7 +70,7 @@ lint-python: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 # rustfmt and clippy are parts of the Rust toolchain that a machine may lack and this Makefile does not install.
 lint-rust:
@@ -101,11 +101,11 @@ fmt: setup ## format Python and Rust
 
 # ----------------------------------------------------------------------------------------------------------- bench
 
-bench: setup ## measure against the plain loop, DDP and FSDP2 (and DeepSpeed, once bench-peers has run)
-	$(PY) -m benches $(ARGS)
+bench: setup ## measure a training step against DDP and FSDP2 (and DeepSpeed, once bench-peers has run)
+	$(PY) benches/e2e/train.py $(ARGS)
 
 bench-peers: setup ## install the libraries that `make bench` compares with
-	$(PIP_INSTALL) --requirement benches/requirements-peers.txt
+	$(PIP_INSTALL) --no-build-isolation --group peers
 
 clean: ## remove everything that was built, .venv included
 	rm -rf $(VENV) .cache target dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

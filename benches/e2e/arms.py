@@ -102,10 +102,11 @@ def _deepspeed(model: nn.Module, stage: int, micro_batch: int) -> Step:
 
 
 def deepspeed_config(stage: int, micro_batch: int) -> dict[str, Any]:
-    """DeepSpeed's defaults, but for its permission to run a torch optimizer as it is."""
+    """DeepSpeed's defaults, but: a torch optimizer may run as it is, and gradients are not clipped, as in all arms."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,

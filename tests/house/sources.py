@@ -50,7 +50,7 @@ def num_lines(path: Path) -> int:
 
 
 def python_functions(path: Path) -> Iterator[Function]:
-    """Every function and method, nested ones too, with its lines from ``def`` to the last; a docstring does not count."""
+    """Every function and method, nested ones too, from ``def`` to the last line; docstrings do not count."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):

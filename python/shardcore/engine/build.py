@@ -69,7 +69,7 @@ def initialize(
         raise failure(f"initialize requires a model (torch.nn.Module), got {type(model).__name__}: pass model=...")
     if mpu is not None:
         raise failure(
-            "initialize(mpu=...) is not supported: pass mesh_param=shardcore.Mesh(...), which names the parallel axes"
+            "initialize(mpu=...) is not supported: pass mesh_param=shardcore.Mesh(...) with named axes instead"
         )
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -82,27 +82,24 @@ def initialize(
     )
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
-    zero.shard(
-        model,
-        mesh,
-        stage=loaded.zero.stage,
-        precision=_precision(loaded),
-        segment_nbytes=loaded.zero.reduce_bucket_size * _BYTES[loaded.param_dtype],
-    )
+    _shard(loaded, model, mesh)
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)
-    engine = Engine(
-        model,
-        sharded,
-        scheduler,
-        config=loaded,
-        batch=loaded.resolve_batch(mesh.data_world),
-        mesh=mesh,
-        collate_fn=collate_fn,
-    )
+    batch = loaded.resolve_batch(mesh.data_world)
+    engine = Engine(model, sharded, scheduler, config=loaded, batch=batch, mesh=mesh, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
+    zero.shard(
+        model,
+        mesh,
+        stage=config.zero.stage,
+        precision=_precision(config),
+        segment_nbytes=config.zero.reduce_bucket_size * _BYTES[config.param_dtype],
+    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any, failure: type[ConfigError]) -> Any:
