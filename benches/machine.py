@@ -30,7 +30,8 @@ def slug() -> str:
 class Bystanders:
     """How much of the machine's CPU time others took while processes of ours were measured.
 
-    Others are all processes but those given, this one, and their finished children; time stolen by a hypervisor counts too.
+    Others are all processes but those given, this one, and their finished children. Time stolen by a
+    hypervisor counts too.
     """
 
     def __init__(self, pids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Rank processes that are kept alive and woken in turn: while one arm is measured, all others sleep in a blocking read."""
+"""Rank processes that stay alive and are woken in turn: while one arm is measured, the others sleep in a blocking read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 NUM_RANKS = 2
@@ -21,18 +20,22 @@ Handler = Callable[[str, Any], Any]
 class Arm:
     """The ranks of one arm, each a process of its own, with a process group between them."""
 
-    def __init__(self, name: str, make: Callable[[str, Any], Handler], settings: Any, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(
+        self, name: str, make: Callable[[str, Any], Handler], settings: Any, num_ranks: int = NUM_RANKS
+    ) -> None:
         """Args:
         make: a function of module level; called in each rank as ``make(name, settings)``, it gives that rank's handler.
         """
         self.name = name
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, name, make, settings, rank, num_ranks, port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, name, make, settings, rank, num_ranks, port), daemon=True
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -71,7 +74,7 @@ class Arm:
         return answers
 
 
-def set_environment(rank: int, num_ranks: int, port: int, log: Path | None = None) -> None:
+def set_environment(rank: int, num_ranks: int, port: int) -> None:
     """What a launcher would set; must run before torch is imported, which reads the number of threads then."""
     os.environ.update(
         RANK=str(rank),
@@ -89,7 +92,13 @@ def set_environment(rank: int, num_ranks: int, port: int, log: Path | None = Non
 
 
 def _serve(
-    connection: Connection, name: str, make: Callable[[str, Any], Handler], settings: Any, rank: int, num_ranks: int, port: int
+    connection: Connection,
+    name: str,
+    make: Callable[[str, Any], Handler],
+    settings: Any,
+    rank: int,
+    num_ranks: int,
+    port: int,
 ) -> None:
     set_environment(rank, num_ranks, port)
     try:
@@ -97,11 +106,12 @@ def _serve(
         connection.send((True, None))
         while (message := connection.recv()) is not None:
             connection.send((True, handler(*message)))
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it is, it is reported where the arm was asked
         connection.send((False, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -57,7 +57,8 @@ class Reach:
 
     def text(self) -> str:
         """One line for people."""
-        return f"{self.name}: {self.ratio.text(3)}, wanted at most {self.at_most}: {'reached' if self.reached else 'MISSED'}"
+        verdict = "reached" if self.reached else "MISSED"
+        return f"{self.name}: {self.ratio.text(3)}, wanted at most {self.at_most}: {verdict}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -113,7 +114,7 @@ class Result:
         }
 
     def finish(self, json_path: Path | None, *, save: bool) -> None:
-        """Print the result; write it to ``json_path`` and, with ``save``, to ``results/<recipe>-<hardware>-<month>``."""
+        """Print the result; write it to ``json_path``, and with ``save`` to ``results/<recipe>-<hardware>-<month>``."""
         print(self.text())
         text = json.dumps(self.data(), indent=1) + "\n"
         if json_path is not None:

@@ -180,7 +180,7 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--precision", choices=["fp32", "bf16", "fp16"], help="dtype of parameters (default: bf16 on GPUs, else fp32)"
     )
-    option("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
+    option("--steps", type=int, default=800, help="optimizer steps (default: 800)")
     option("--batch", type=int, help="sequences per step, over all ranks (default: 8 or a little more)")
     option("--accumulation", type=int, help="micro-batches per step (default: 1)")
     option("--seq", type=int, help="tokens per sequence (default: the model's context)")

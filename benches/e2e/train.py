@@ -43,7 +43,11 @@ def main() -> None:
     share = bystanders.share()
     for arm in running.values():
         arm.close()
-    reaches = [report.Reach(f"{a} / {b}", report.ratio(times[a], times[b]), most) for a, b, most in REACHES if {a, b} <= times.keys()]
+    reaches = [
+        report.Reach(f"{a} / {b}", report.ratio(times[a], times[b]), most)
+        for a, b, most in REACHES
+        if {a, b} <= times.keys()
+    ]
     report.Result(
         recipe=f"train-{args.model}",
         title=f"Milliseconds per training step, {num_params / 1e6:.1f}M-parameter GPT",
@@ -99,7 +103,14 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--arms", nargs="+", choices=[*arms.ARMS, *arms.EXTRA_ARMS], default=arms.ARMS, metavar="ARM", help="which to run")
+    option(
+        "--arms",
+        nargs="+",
+        choices=[*arms.ARMS, *arms.EXTRA_ARMS],
+        default=arms.ARMS,
+        metavar="ARM",
+        help="which to run",
+    )
     option("--rounds", type=int, default=7, help="rounds that count (default: 7)")
     option("--steps", type=int, default=5, help="steps that an arm makes in each round (default: 5)")
     option("--model", default="25m", help="preset of examples/gpt.py (default: 25m)")

@@ -25,7 +25,7 @@ class Settings:
 
 
 def make_handler(arm: str, settings: Settings) -> Handler:
-    """Build the arm in this rank; the handler then answers ``steps`` (see :class:`_Trainer`) and ``memory``."""
+    """Build the arm in this rank; the handler then answers ``steps`` and ``first step``."""
     return _Trainer(arm, settings).handle
 
 
@@ -33,9 +33,9 @@ class _Trainer:
     def __init__(self, arm: str, settings: Settings) -> None:
         sys.path.insert(0, str(EXAMPLES))
         import torch
+        from benches.e2e import arms
 
         import gpt
-        from benches.e2e import arms
 
         torch.set_num_threads(THREADS_PER_RANK)
         torch.manual_seed(settings.seed)
@@ -51,10 +51,12 @@ class _Trainer:
         """``steps``: n -> (seconds per step over n steps after one that is not counted, last loss, parameters)."""
         if command == "steps":
             return self._run(int(argument)), self._loss, self.num_params
+        if command == "first step":
+            return float(self._step(self._batch()))
         raise ValueError(f"unknown command {command!r}")
 
     def _run(self, num_steps: int) -> float:
-        """The first step after waking refills caches and is not counted; the last one's open gathers are awaited outside."""
+        """The first step after waking refills caches and is not counted."""
         import torch.distributed as dist
 
         self._step(self._batch())
