@@ -53,7 +53,7 @@ def run(plan: LaunchPlan) -> int:
 
 
 def _shorten_shutdown() -> None:
-    """Give the other workers seconds, not half a minute, after one has failed. The agent's setting covers signals only."""
+    """Give the other workers seconds, not half a minute, after one has failed; the agent's setting is for signals."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     original = PContext.close
@@ -61,7 +61,7 @@ def _shorten_shutdown() -> None:
     def close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = _SHUTDOWN_S) -> None:
         original(context, death_sig, timeout)
 
-    PContext.close = close  # type: ignore[method-assign]
+    PContext.close = close  # type: ignore[assignment]
 
 
 def _elastic_config(plan: LaunchPlan, run_id: str) -> Any:
