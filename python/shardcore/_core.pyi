@@ -168,8 +168,8 @@ def first_difference(first: str, second: str) -> str | None:
     """
     Names the first difference between two documents that ``to_json`` wrote; ``None`` when they are equal.
 
-    The answer reads like ``unit 3 "layers.3", group 0, entry 1 "mlp.weight": numel is 4096 in the first and 4100 in
-    the second``. Raises ``PlanError`` if a text is not JSON.
+    The answer reads like ``unit 3 "layers.3", group 0, entry 1 "mlp.weight", numel: 4096 in the first, 4100 in the
+    second``. Raises ``PlanError`` if a text is not JSON.
     """
 
 def groups(

@@ -105,3 +105,22 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup | None:
     """A group of these ranks; None on ranks outside it (torch's annotation names another sentinel). Collective."""
     group = dist.new_group(ranks)
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Make ``step`` the optimizer's own, also in the eyes of a scheduler that was made for it before.
+
+    A scheduler wraps ``step`` to warn if it is stepped first; the replacement carries its mark on (see `mark_stepped`).
+    """
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        replaced._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = replaced  # type: ignore[method-assign]
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers of an optimizer that was taken over that it has made a step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 //! A stable fingerprint of a plan: SHA-256 over a canonical binary encoding, the same on every platform.
 
 use std::fmt::Write as _;
+use std::num::NonZeroU64;
 
 use sha2::{Digest as _, Sha256};
 
@@ -46,10 +47,13 @@ impl Encoder {
     }
 
     fn finish(self) -> String {
-        self.0.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
-            let _ = write!(hex, "{byte:02x}"); // Writing to a String cannot fail.
-            hex
-        })
+        self.0
+            .finalize()
+            .iter()
+            .fold(String::with_capacity(64), |mut hex, byte| {
+                let _ = write!(hex, "{byte:02x}"); // Writing to a String cannot fail.
+                hex
+            })
     }
 }
 
@@ -70,7 +74,7 @@ impl ShardPlan {
         let mut encoder = Encoder::new(crate::json::PLAN_FORMAT);
         encoder.number(self.sharding().num_shards());
         encoder.number(self.sharding().alignment());
-        encoder.number(self.segment_nbytes().unwrap_or(0));
+        encoder.number(self.segment_nbytes().map_or(0, NonZeroU64::get));
         encoder.count(self.units().len());
         self.units().iter().for_each(|name| encoder.text(name));
         encoder.count(self.groups().len());

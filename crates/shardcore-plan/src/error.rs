@@ -14,26 +14,58 @@ pub enum PlanError {
     #[error("unknown dtype {dtype:?}: expected one of {}", dtype_names())]
     UnknownDtype { dtype: String },
 
-    #[error("dtype {dtype} cannot be sharded: complex parameters are not supported; store the real and the imaginary part as two real parameters (torch.view_as_real)")]
+    #[error(
+        "dtype {dtype} cannot be sharded: complex parameters are not supported; store the real and the imaginary part as two real parameters (torch.view_as_real)"
+    )]
     ComplexDtype { dtype: String },
 
     #[error("parameter {name:?}: {reason}")]
     BadParameter { name: String, reason: Box<PlanError> },
 
-    #[error("one layout holds one dtype and one trainability: {first_name:?} is {first}, {name:?} is {other}; split the parameters with plan.groups first")]
-    MixedLayout { first_name: String, first: Class, name: String, other: Class },
+    #[error(
+        "one layout holds one dtype and one trainability: {first_name:?} is {first}, {name:?} is {other}; split the parameters with plan.groups first"
+    )]
+    MixedLayout {
+        first_name: String,
+        first: Kind,
+        name: String,
+        other: Kind,
+    },
 
-    #[error("parameter {name:?} appears twice (positions {first} and {second}): names must be unique; give a shared parameter once")]
-    DuplicateParameter { name: String, first: usize, second: usize },
+    #[error(
+        "parameter {name:?} appears twice (positions {first} and {second}): names must be unique; give a shared parameter once"
+    )]
+    DuplicateParameter {
+        name: String,
+        first: usize,
+        second: usize,
+    },
 
-    #[error("parameter {name:?} is in unit {first_unit:?} and in unit {second_unit:?}: each parameter belongs to exactly one unit; give a shared parameter to the first unit that uses it")]
-    DuplicateAcrossUnits { name: String, first_unit: String, second_unit: String },
+    #[error(
+        "parameter {name:?} is in unit {first_unit:?} and in unit {second_unit:?}: each parameter belongs to exactly one unit; give a shared parameter to the first unit that uses it"
+    )]
+    DuplicateAcrossUnits {
+        name: String,
+        first_unit: String,
+        second_unit: String,
+    },
 
     #[error("{what} is {value}: expected {expected}")]
-    OutOfRange { what: &'static str, value: i128, expected: &'static str },
+    OutOfRange {
+        what: &'static str,
+        value: i128,
+        expected: &'static str,
+    },
 
-    #[error("the flat buffer is too large: {numel} elements of {dtype}, padded for {num_shards} shards, do not fit into 2^63 - 1 bytes; check the numel of {name:?}")]
-    TooLarge { name: String, numel: u128, dtype: Dtype, num_shards: u64 },
+    #[error(
+        "the flat buffer is too large: {numel} elements of {dtype}, padded for {num_shards} shards, do not fit into 2^63 - 1 bytes; check num_shards and the numel of {name:?}"
+    )]
+    TooLarge {
+        name: String,
+        numel: u128,
+        dtype: Dtype,
+        num_shards: u64,
+    },
 
     #[error("rank {rank} is out of range: the layout has {num_shards} shards (ranks 0 to {})", num_shards - 1)]
     RankOutOfRange { rank: i128, num_shards: u64 },
@@ -49,47 +81,71 @@ impl PlanError {
     /// A number of shards below 1.
     #[must_use]
     pub fn num_shards(value: impl Into<i128>) -> Self {
-        Self::OutOfRange { what: "num_shards", value: value.into(), expected: "at least 1" }
+        Self::OutOfRange {
+            what: "num_shards",
+            value: value.into(),
+            expected: "at least 1",
+        }
     }
 
     /// A shard alignment that is no power of two, or below [`PARAM_ALIGNMENT`](crate::layout::PARAM_ALIGNMENT).
     #[must_use]
     pub fn alignment(value: impl Into<i128>) -> Self {
-        Self::OutOfRange { what: "alignment", value: value.into(), expected: "a power of two of at least 16 bytes" }
+        Self::OutOfRange {
+            what: "alignment",
+            value: value.into(),
+            expected: "a power of two of at least 16 bytes",
+        }
     }
 
     /// A segment limit below 1.
     #[must_use]
     pub fn segment_nbytes(value: impl Into<i128>) -> Self {
         let expected = "at least 1 byte, or None for no limit";
-        Self::OutOfRange { what: "segment_nbytes", value: value.into(), expected }
+        Self::OutOfRange {
+            what: "segment_nbytes",
+            value: value.into(),
+            expected,
+        }
     }
 
     /// A negative number of elements, or one beyond any buffer.
     #[must_use]
     pub fn numel(value: impl Into<i128>) -> Self {
-        Self::OutOfRange { what: "numel", value: value.into(), expected: "0 to 2^63 - 1 elements" }
+        Self::OutOfRange {
+            what: "numel",
+            value: value.into(),
+            expected: "0 to 2^63 - 1 elements",
+        }
     }
 
     /// The same error, with the name of the parameter in front.
     #[must_use]
     pub fn in_parameter(self, name: &str) -> Self {
-        Self::BadParameter { name: name.to_owned(), reason: Box::new(self) }
+        Self::BadParameter {
+            name: name.to_owned(),
+            reason: Box::new(self),
+        }
     }
 }
 
 /// What all parameters of one layout share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Class {
+pub struct Kind {
     /// The element type.
     pub dtype: Dtype,
     /// Whether the parameters take gradients.
     pub trainable: bool,
 }
 
-impl std::fmt::Display for Class {
+impl std::fmt::Display for Kind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {}", if self.trainable { "trainable" } else { "frozen" }, self.dtype)
+        write!(
+            f,
+            "{} {}",
+            if self.trainable { "trainable" } else { "frozen" },
+            self.dtype
+        )
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::layout::{Entry, FlatLayout};
 use crate::shard_plan::ShardPlan;
-use crate::table::{Align, Table, bytes, count, percent};
+use crate::table::{Align, Table, bytes, count, counted, percent};
 
 impl FlatLayout {
     /// The layout as an aligned table: one line a parameter with its elements, offset, bytes and the ranks that hold
@@ -21,7 +21,13 @@ impl FlatLayout {
         let table = Table::new(columns, self.entries().len(), |index| {
             let entry = &self.entries()[index];
             let nbytes = entry.numel * self.dtype().itemsize();
-            [entry.name.clone(), count(entry.numel), count(entry.offset), bytes(nbytes), self.ranks(entry)]
+            [
+                entry.name.clone(),
+                count(entry.numel),
+                count(entry.offset),
+                bytes(nbytes),
+                self.ranks(entry),
+            ]
         });
         format!("{self}\n{table}")
     }
@@ -31,8 +37,15 @@ impl FlatLayout {
         if entry.numel == 0 {
             return "-".to_owned();
         }
-        let (first, last) = (entry.offset / self.shard_numel(), (entry.end() - 1) / self.shard_numel());
-        if first == last { first.to_string() } else { format!("{first}-{last}") }
+        let (first, last) = (
+            entry.offset / self.shard_numel(),
+            (entry.end() - 1) / self.shard_numel(),
+        );
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
     }
 
     /// Elements of padding, between parameters and at the end.
@@ -46,29 +59,28 @@ impl fmt::Display for FlatLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} {}: {} parameters, {} elements ({}) with {} padding, in {} shards of {} elements ({})",
-            if self.trainable() { "trainable" } else { "frozen" },
-            self.dtype(),
-            count(self.entries().len() as u64),
-            count(self.padded_numel()),
+            "{}: {}, {} ({}) with {} padding, in {} of {} ({})",
+            self.kind(),
+            counted(self.entries().len() as u64, "parameter"),
+            counted(self.padded_numel(), "element"),
             bytes(self.padded_nbytes()),
             percent(self.padding_numel(), self.padded_numel()),
-            count(self.num_shards()),
-            count(self.shard_numel()),
-            bytes(self.shard_numel() * self.dtype().itemsize()),
+            counted(self.num_shards(), "shard"),
+            counted(self.shard_numel(), "element"),
+            bytes(self.shard_nbytes()),
         )
     }
 }
 
 impl ShardPlan {
-    /// The plan as an aligned table: one line a group with its unit, class, elements, padding, bytes of one shard and
+    /// The plan as an aligned table: one line a group with its unit, kind, elements, padding, bytes of one shard and
     /// place in the order of reduction. Long plans show both ends.
     #[must_use]
     pub fn explain(&self) -> String {
         let columns = [
             ("group", Align::Right),
             ("unit", Align::Left),
-            ("class", Align::Left),
+            ("kind", Align::Left),
             ("parameters", Align::Right),
             ("numel", Align::Right),
             ("padding", Align::Right),
@@ -77,8 +89,13 @@ impl ShardPlan {
             ("reduced", Align::Right),
         ];
         let mut turns = vec![None; self.groups().len()];
-        self.reduce_order().iter().enumerate().for_each(|(turn, &index)| turns[index] = Some(turn));
-        let table = Table::new(columns, self.groups().len(), |index| self.row(index, turns[index]));
+        self.reduce_order()
+            .iter()
+            .enumerate()
+            .for_each(|(turn, &index)| turns[index] = Some(turn));
+        let table = Table::new(columns, self.groups().len(), |index| {
+            self.row(index, turns[index])
+        });
         format!("{self}\n{table}")
     }
 
@@ -88,13 +105,17 @@ impl ShardPlan {
         let unit = self.units()[group.unit].as_str();
         [
             index.to_string(),
-            if unit.is_empty() { "(root)".to_owned() } else { unit.to_owned() },
-            layout.class().to_string(),
+            if unit.is_empty() {
+                "(root)".to_owned()
+            } else {
+                unit.to_owned()
+            },
+            layout.kind().to_string(),
             count(layout.entries().len() as u64),
             count(layout.numel()),
             percent(layout.padding_numel(), layout.padded_numel()),
             bytes(layout.padded_nbytes()),
-            bytes(layout.padded_nbytes() / layout.num_shards()),
+            bytes(layout.shard_nbytes()),
             turn.map_or_else(|| "-".to_owned(), |turn| turn.to_string()),
         ]
     }
@@ -103,16 +124,20 @@ impl ShardPlan {
 /// The plan on one line.
 impl fmt::Display for ShardPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let nbytes: u128 = self.groups().iter().map(|group| u128::from(group.layout.padded_nbytes())).sum();
+        let nbytes: u128 = self
+            .groups()
+            .iter()
+            .map(|group| u128::from(group.layout.padded_nbytes()))
+            .sum();
         let num_shards = self.sharding().num_shards();
         let total = |nbytes: u128| bytes(u64::try_from(nbytes).unwrap_or(u64::MAX));
         write!(
             f,
-            "{} units, {} groups, {} in {} shards of {}",
-            count(self.units().len() as u64),
-            count(self.groups().len() as u64),
+            "{}, {}, {} in {} of {}",
+            counted(self.units().len() as u64, "unit"),
+            counted(self.groups().len() as u64, "group"),
             total(nbytes),
-            count(num_shards),
+            counted(num_shards, "shard"),
             total(nbytes / u128::from(num_shards)),
         )
     }

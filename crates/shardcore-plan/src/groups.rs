@@ -1,18 +1,24 @@
 //! Which parameters share a flat buffer.
 
-use crate::error::{Class, PlanError, Result};
+use std::num::NonZeroU64;
+
+use crate::error::{Kind, PlanError, Result};
 use crate::layout::{Cursor, FlatLayout, Param, Sharding};
 use crate::names;
 
 /// Splits parameters into layouts of one dtype and one trainability each, and those into segments.
 ///
-/// Classes stand in the order of their first parameter; inside a class the caller's order is kept. A segment ends
+/// Kinds stand in the order of their first parameter; inside a kind the caller's order is kept. A segment ends
 /// before the parameter that would carry it past `segment_nbytes` (counted to the end of its last parameter, without
 /// the padding at the end); a parameter larger than that gets a segment of its own and is never split.
 ///
 /// # Errors
-/// [`PlanError::OutOfRange`] and those of [`FlatLayout::new`], with duplicate names found across all layouts.
-pub fn split(params: Vec<Param>, sharding: Sharding, segment_nbytes: Option<u64>) -> Result<Vec<FlatLayout>> {
+/// Those of [`FlatLayout::new`], with duplicate names found across all layouts.
+pub fn split(
+    params: Vec<Param>,
+    sharding: Sharding,
+    segment_nbytes: Option<NonZeroU64>,
+) -> Result<Vec<FlatLayout>> {
     check_unique(&params)?;
     split_unique(params, sharding, segment_nbytes)
 }
@@ -21,36 +27,37 @@ pub fn split(params: Vec<Param>, sharding: Sharding, segment_nbytes: Option<u64>
 pub(crate) fn split_unique(
     params: Vec<Param>,
     sharding: Sharding,
-    segment_nbytes: Option<u64>,
+    segment_nbytes: Option<NonZeroU64>,
 ) -> Result<Vec<FlatLayout>> {
-    if segment_nbytes == Some(0) {
-        return Err(PlanError::segment_nbytes(0));
-    }
-    let segments = by_class(params).into_iter().flat_map(|class| segments(class, segment_nbytes));
-    segments.map(|segment| FlatLayout::new(segment, sharding)).collect()
+    let segments = by_kind(params)
+        .into_iter()
+        .flat_map(|kind| segments(kind, segment_nbytes));
+    segments
+        .map(|segment| FlatLayout::new(segment, sharding))
+        .collect()
 }
 
-fn by_class(params: Vec<Param>) -> Vec<Vec<Param>> {
-    // At most two classes a dtype: a scan of the list is the fastest map.
-    let mut classes: Vec<(Class, Vec<Param>)> = Vec::new();
+fn by_kind(params: Vec<Param>) -> Vec<Vec<Param>> {
+    // At most two kinds a dtype: a scan of the list is the fastest map.
+    let mut kinds: Vec<(Kind, Vec<Param>)> = Vec::new();
     for param in params {
-        let class = param.class();
-        match classes.iter_mut().find(|(seen, _)| *seen == class) {
+        let kind = param.kind();
+        match kinds.iter_mut().find(|(seen, _)| *seen == kind) {
             Some((_, members)) => members.push(param),
-            None => classes.push((class, vec![param])),
+            None => kinds.push((kind, vec![param])),
         }
     }
-    classes.into_iter().map(|(_, members)| members).collect()
+    kinds.into_iter().map(|(_, members)| members).collect()
 }
 
-fn segments(params: Vec<Param>, segment_nbytes: Option<u64>) -> Vec<Vec<Param>> {
+fn segments(params: Vec<Param>, segment_nbytes: Option<NonZeroU64>) -> Vec<Vec<Param>> {
     let (Some(limit), Some(first)) = (segment_nbytes, params.first()) else {
         return vec![params];
     };
     let empty = Cursor::new(first.dtype);
     let (mut segments, mut open, mut cursor) = (Vec::new(), Vec::new(), empty);
     for param in params {
-        let fits = cursor.place(param.numel).is_some() && cursor.nbytes() <= limit;
+        let fits = cursor.place(param.numel).is_some() && cursor.nbytes() <= limit.get();
         if !fits && !open.is_empty() {
             segments.push(std::mem::take(&mut open));
             cursor = empty;
@@ -66,5 +73,9 @@ fn check_unique(params: &[Param]) -> Result<()> {
     let all: Vec<&str> = params.iter().map(|param| param.name.as_str()).collect();
     names::sorted_unique(&all)
         .map(drop)
-        .map_err(|(first, second)| PlanError::DuplicateParameter { name: all[first].to_owned(), first, second })
+        .map_err(|(first, second)| PlanError::DuplicateParameter {
+            name: all[first].to_owned(),
+            first,
+            second,
+        })
 }

@@ -4,6 +4,7 @@
 //! so a document that was edited by hand can never become an invalid plan.
 
 use std::borrow::Cow;
+use std::num::NonZeroU64;
 
 use serde::{Deserialize, Serialize};
 
@@ -48,7 +49,7 @@ struct PlanDocument<'a> {
     format: Cow<'a, str>,
     num_shards: u64,
     alignment: u64,
-    segment_nbytes: Option<u64>,
+    segment_nbytes: Option<NonZeroU64>,
     units: Vec<UnitDocument<'a>>,
     reduce_order: Cow<'a, [usize]>,
 }
@@ -66,7 +67,12 @@ impl<'a> GroupDocument<'a> {
     fn into_params(self) -> impl Iterator<Item = Param> {
         let (dtype, trainable) = (self.dtype, self.trainable);
         let entries = self.entries.into_owned().into_iter();
-        entries.map(move |Entry { name, numel, .. }| Param { name, numel, dtype, trainable })
+        entries.map(move |Entry { name, numel, .. }| Param {
+            name,
+            numel,
+            dtype,
+            trainable,
+        })
     }
 }
 
@@ -86,7 +92,7 @@ impl FlatLayout {
     /// Reads what [`FlatLayout::to_json`] wrote.
     ///
     /// # Errors
-    /// [`PlanError::BadDocument`] if the text is no such document or contradicts itself.
+    /// [`PlanError::BadDocument`] if the text is no such document or contradicts itself, and those of `new`.
     pub fn from_json(text: &str) -> Result<Self> {
         let document: LayoutDocument = read(text, LAYOUT_FORMAT)?;
         let sharding = Sharding::new(document.num_shards, document.alignment)?;
@@ -101,8 +107,14 @@ impl ShardPlan {
     /// (`name` and `groups`, each as in [`FlatLayout::to_json`]) and `reduce_order`.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let mut units: Vec<UnitDocument> =
-            self.units().iter().map(|name| UnitDocument { name: name.into(), groups: Vec::new() }).collect();
+        let mut units: Vec<UnitDocument> = self
+            .units()
+            .iter()
+            .map(|name| UnitDocument {
+                name: name.into(),
+                groups: Vec::new(),
+            })
+            .collect();
         for Group { unit, layout } in self.groups() {
             units[*unit].groups.push(GroupDocument::of(layout));
         }
@@ -119,13 +131,17 @@ impl ShardPlan {
     /// Reads what [`ShardPlan::to_json`] wrote.
     ///
     /// # Errors
-    /// [`PlanError::BadDocument`] if the text is no such document or contradicts itself.
+    /// [`PlanError::BadDocument`] if the text is no such document or contradicts itself, and those of `new`.
     pub fn from_json(text: &str) -> Result<Self> {
         let document: PlanDocument = read(text, PLAN_FORMAT)?;
         let sharding = Sharding::new(document.num_shards, document.alignment)?;
         let units = document.units.into_iter().map(|unit| Unit {
             name: unit.name.into_owned(),
-            params: unit.groups.into_iter().flat_map(GroupDocument::into_params).collect(),
+            params: unit
+                .groups
+                .into_iter()
+                .flat_map(GroupDocument::into_params)
+                .collect(),
         });
         let plan = Self::new(units.collect(), sharding, document.segment_nbytes)?;
         check_consistent(text, &plan.to_json())?;
@@ -145,21 +161,27 @@ fn read<'a, D: Deserialize<'a>>(text: &'a str, format: &str) -> Result<D> {
     }
     let header: Header = serde_json::from_str(text).map_err(bad_document)?;
     if header.format != format {
-        return Err(PlanError::BadDocument { reason: format!("expected format {format:?}, got {:?}", header.format) });
+        return Err(PlanError::BadDocument {
+            reason: format!("expected format {format:?}, got {:?}", header.format),
+        });
     }
     serde_json::from_str(text).map_err(bad_document)
 }
 
 /// Compares a document with the one that its own plan writes.
-fn check_consistent(given: &str, planned: &str) -> Result<()> {
-    match first_difference(given, planned)? {
-        None => Ok(()),
-        Some(difference) => Err(PlanError::BadDocument {
-            reason: format!("it contradicts the plan that its parameters give: {difference}"),
-        }),
-    }
+fn check_consistent(document: &str, planned: &str) -> Result<()> {
+    let Some(difference) = first_difference(document, planned)? else {
+        return Ok(());
+    };
+    let reason = format!(
+        "it contradicts itself (first: as written, second: as planned from its parameters): {difference}"
+    );
+    Err(PlanError::BadDocument { reason })
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
 fn bad_document(error: serde_json::Error) -> PlanError {
-    PlanError::BadDocument { reason: error.to_string() }
+    PlanError::BadDocument {
+        reason: error.to_string(),
+    }
 }

@@ -5,7 +5,7 @@
 //! so its cost follows what the rank holds and not how many ranks there are.
 
 use crate::dtype::Dtype;
-use crate::error::{Class, PlanError, Result};
+use crate::error::{Kind, PlanError, Result};
 use crate::names;
 
 /// Every parameter starts at a multiple of this many bytes in the flat buffer: vector loads of a parameter stay
@@ -34,8 +34,11 @@ pub struct Param {
 impl Param {
     /// What this parameter must share with its neighbours in a layout.
     #[must_use]
-    pub fn class(&self) -> Class {
-        Class { dtype: self.dtype, trainable: self.trainable }
+    pub fn kind(&self) -> Kind {
+        Kind {
+            dtype: self.dtype,
+            trainable: self.trainable,
+        }
     }
 }
 
@@ -58,7 +61,10 @@ impl Sharding {
         if alignment < PARAM_ALIGNMENT || !alignment.is_power_of_two() {
             return Err(PlanError::alignment(alignment));
         }
-        Ok(Self { num_shards, alignment })
+        Ok(Self {
+            num_shards,
+            alignment,
+        })
     }
 
     /// Number of shards, at least 1.
@@ -112,7 +118,7 @@ pub struct ParamRange<'a> {
 /// An empty layout has no dtype of its own; it reports frozen fp32 and holds no element.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FlatLayout {
-    class: Class,
+    kind: Kind,
     sharding: Sharding,
     entries: Vec<Entry>,
     /// Positions of the entries, sorted by name: for the look-up by name.
@@ -126,40 +132,46 @@ impl FlatLayout {
     /// # Errors
     /// [`PlanError::MixedLayout`], [`PlanError::DuplicateParameter`] and [`PlanError::TooLarge`].
     pub fn new(params: Vec<Param>, sharding: Sharding) -> Result<Self> {
-        let class = common_class(&params)?;
-        let mut cursor = Cursor::new(class.dtype);
+        let kind = common_kind(&params)?;
+        let mut cursor = Cursor::new(kind.dtype);
         let mut entries = Vec::with_capacity(params.len());
         for Param { name, numel, .. } in params {
             let Some(offset) = cursor.place(numel) else {
-                return Err(too_large(name, numel.into(), class.dtype, sharding));
+                return Err(too_large(name, numel.into(), kind.dtype, sharding));
             };
             entries.push(Entry { name, numel, offset });
         }
         let Some(padded_numel) = cursor.padded(sharding) else {
             let largest = entries.into_iter().max_by_key(|entry| entry.numel);
             let name = largest.map(|entry| entry.name).unwrap_or_default();
-            return Err(too_large(name, cursor.end.into(), class.dtype, sharding));
+            return Err(too_large(name, cursor.end.into(), kind.dtype, sharding));
         };
         let by_name = sorted_by_name(&entries)?;
-        Ok(Self { class, sharding, entries, by_name, padded_numel })
+        Ok(Self {
+            kind,
+            sharding,
+            entries,
+            by_name,
+            padded_numel,
+        })
     }
 
     /// What all parameters share.
     #[must_use]
-    pub fn class(&self) -> Class {
-        self.class
+    pub fn kind(&self) -> Kind {
+        self.kind
     }
 
     /// Element type of every parameter.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
-        self.class.dtype
+        self.kind.dtype
     }
 
     /// Whether the parameters take gradients.
     #[must_use]
     pub fn trainable(&self) -> bool {
-        self.class.trainable
+        self.kind.trainable
     }
 
     /// Number of shards and their alignment.
@@ -201,7 +213,13 @@ impl FlatLayout {
     /// Bytes of the whole buffer, with padding.
     #[must_use]
     pub fn padded_nbytes(&self) -> u64 {
-        self.padded_numel * self.class.dtype.itemsize()
+        self.padded_numel * self.kind.dtype.itemsize()
+    }
+
+    /// Bytes of one shard, with padding.
+    #[must_use]
+    pub fn shard_nbytes(&self) -> u64 {
+        self.shard_numel() * self.kind.dtype.itemsize()
     }
 
     /// Where a parameter starts in the flat buffer, in elements.
@@ -209,12 +227,15 @@ impl FlatLayout {
     /// # Errors
     /// [`PlanError::UnknownParameter`].
     pub fn offset(&self, name: &str) -> Result<u64> {
-        let found = self.by_name.binary_search_by(|&index| self.entries[index].name.as_str().cmp(name));
+        let found = self
+            .by_name
+            .binary_search_by(|&index| self.entries[index].name.as_str().cmp(name));
         match found {
             Ok(place) => Ok(self.entries[self.by_name[place]].offset),
-            Err(_) => {
-                Err(PlanError::UnknownParameter { name: name.to_owned(), num_params: self.entries.len() })
-            }
+            Err(_) => Err(PlanError::UnknownParameter {
+                name: name.to_owned(),
+                num_params: self.entries.len(),
+            }),
         }
     }
 
@@ -224,7 +245,10 @@ impl FlatLayout {
     /// [`PlanError::RankOutOfRange`].
     pub fn ranges(&self, rank: u64) -> Result<impl Iterator<Item = ParamRange<'_>>> {
         let (start, stop) = self.shard_bounds(rank)?;
-        let pieces = self.overlapping(start, stop).iter().filter(|entry| entry.numel > 0);
+        let pieces = self
+            .overlapping(start, stop)
+            .iter()
+            .filter(|entry| entry.numel > 0);
         Ok(pieces.map(move |entry| ParamRange {
             name: &entry.name,
             start: start.saturating_sub(entry.offset),
@@ -250,14 +274,17 @@ impl FlatLayout {
     fn shard_bounds(&self, rank: u64) -> Result<(u64, u64)> {
         let num_shards = self.sharding.num_shards;
         if rank >= num_shards {
-            return Err(PlanError::RankOutOfRange { rank: rank.into(), num_shards });
+            return Err(PlanError::RankOutOfRange {
+                rank: rank.into(),
+                num_shards,
+            });
         }
         let start = rank * self.shard_numel();
         Ok((start, start + self.shard_numel()))
     }
 
     /// The entries that may meet `[start, stop)`: ends and offsets both grow along the list.
-    pub(crate) fn overlapping(&self, start: u64, stop: u64) -> &[Entry] {
+    fn overlapping(&self, start: u64, stop: u64) -> &[Entry] {
         let first = self.entries.partition_point(|entry| entry.end() <= start);
         let count = self.entries[first..].partition_point(|entry| entry.offset < stop);
         &self.entries[first..first + count]
@@ -273,12 +300,17 @@ pub(crate) struct Cursor {
 
 impl Cursor {
     pub(crate) fn new(dtype: Dtype) -> Self {
-        Self { itemsize: dtype.itemsize(), end: 0 }
+        Self {
+            itemsize: dtype.itemsize(),
+            end: 0,
+        }
     }
 
     /// Gives the parameter's offset and moves behind it; `None` when the buffer would be too large.
     pub(crate) fn place(&mut self, numel: u64) -> Option<u64> {
-        let offset = self.end.checked_next_multiple_of(PARAM_ALIGNMENT / self.itemsize)?;
+        let offset = self
+            .end
+            .checked_next_multiple_of(PARAM_ALIGNMENT / self.itemsize)?;
         let end = offset.checked_add(numel)?;
         if end > MAX_NBYTES / self.itemsize {
             return None;
@@ -294,33 +326,74 @@ impl Cursor {
 
     /// Elements once padded to `num_shards` aligned shards; `None` when the buffer would be too large.
     fn padded(self, sharding: Sharding) -> Option<u64> {
-        let quantum = sharding.num_shards.checked_mul(sharding.alignment / self.itemsize)?;
+        let quantum = sharding
+            .num_shards
+            .checked_mul(sharding.alignment / self.itemsize)?;
         let padded = self.end.checked_next_multiple_of(quantum)?;
         (padded <= MAX_NBYTES / self.itemsize).then_some(padded)
     }
 }
 
-fn common_class(params: &[Param]) -> Result<Class> {
+fn common_kind(params: &[Param]) -> Result<Kind> {
     let Some(first) = params.first() else {
-        return Ok(Class { dtype: Dtype::Fp32, trainable: false });
+        return Ok(Kind {
+            dtype: Dtype::Fp32,
+            trainable: false,
+        });
     };
-    match params.iter().find(|param| param.class() != first.class()) {
-        None => Ok(first.class()),
+    match params.iter().find(|param| param.kind() != first.kind()) {
+        None => Ok(first.kind()),
         Some(param) => Err(PlanError::MixedLayout {
             first_name: first.name.clone(),
-            first: first.class(),
+            first: first.kind(),
             name: param.name.clone(),
-            other: param.class(),
+            other: param.kind(),
         }),
     }
 }
 
 fn sorted_by_name(entries: &[Entry]) -> Result<Vec<usize>> {
     let all: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
-    names::sorted_unique(&all)
-        .map_err(|(first, second)| PlanError::DuplicateParameter { name: all[first].to_owned(), first, second })
+    names::sorted_unique(&all).map_err(|(first, second)| PlanError::DuplicateParameter {
+        name: all[first].to_owned(),
+        first,
+        second,
+    })
 }
 
 fn too_large(name: String, numel: u128, dtype: Dtype, sharding: Sharding) -> PlanError {
-    PlanError::TooLarge { name, numel, dtype, num_shards: sharding.num_shards }
+    PlanError::TooLarge {
+        name,
+        numel,
+        dtype,
+        num_shards: sharding.num_shards,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Work counted in entries looked at: a shard much smaller than a parameter touches one or two of 10,000.
+    #[test]
+    fn a_rank_looks_only_at_what_its_shard_meets() {
+        let param = |index: usize| Param {
+            name: index.to_string(),
+            numel: if index.is_multiple_of(3) { 0 } else { 1_000_000 },
+            dtype: Dtype::Bf16,
+            trainable: true,
+        };
+        let sharding = Sharding::new(16_384, SHARD_ALIGNMENT).unwrap();
+        let layout = FlatLayout::new((0..10_000).map(param).collect(), sharding).unwrap();
+        for rank in [0, 1, 5_000, 16_383] {
+            let (start, stop) = layout.shard_bounds(rank).unwrap();
+            let seen = layout.overlapping(start, stop);
+            assert!(seen.iter().filter(|entry| entry.numel > 0).count() <= 2);
+            assert!(
+                seen.len() <= 4,
+                "empty parameters between two others: {}",
+                seen.len()
+            );
+        }
+    }
 }

@@ -31,6 +31,6 @@ mod table;
 
 pub use diff::first_difference;
 pub use dtype::Dtype;
-pub use error::{Class, PlanError, Result};
+pub use error::{Kind, PlanError, Result};
 pub use layout::{Entry, FlatLayout, Param, Sharding};
 pub use shard_plan::{Group, ShardPlan, Unit};

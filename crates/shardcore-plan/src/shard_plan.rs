@@ -1,5 +1,7 @@
 //! The shard plan of a model: the groups of every wrap unit and the order in which they are reduced.
 
+use std::iter::repeat_n;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use crate::error::{PlanError, Result};
@@ -28,7 +30,7 @@ pub struct Group {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ShardPlan {
     sharding: Sharding,
-    segment_nbytes: Option<u64>,
+    segment_nbytes: Option<NonZeroU64>,
     units: Vec<String>,
     groups: Vec<Group>,
     reduce_order: Vec<usize>,
@@ -39,17 +41,26 @@ impl ShardPlan {
     ///
     /// # Errors
     /// [`PlanError::DuplicateAcrossUnits`] and those of [`groups::split`].
-    pub fn new(units: Vec<Unit>, sharding: Sharding, segment_nbytes: Option<u64>) -> Result<Self> {
+    pub fn new(units: Vec<Unit>, sharding: Sharding, segment_nbytes: Option<NonZeroU64>) -> Result<Self> {
         check_unique(&units)?;
         let mut unit_names = Vec::with_capacity(units.len());
         let mut all_groups = Vec::with_capacity(units.len());
         for (unit, Unit { name, params }) in units.into_iter().enumerate() {
             unit_names.push(name);
             let layouts = groups::split_unique(params, sharding, segment_nbytes)?;
-            all_groups.extend(layouts.into_iter().map(|layout| Group { unit, layout: Arc::new(layout) }));
+            all_groups.extend(layouts.into_iter().map(|layout| Group {
+                unit,
+                layout: Arc::new(layout),
+            }));
         }
         let reduce_order = bucket::reduce_order(&all_groups);
-        Ok(Self { sharding, segment_nbytes, units: unit_names, groups: all_groups, reduce_order })
+        Ok(Self {
+            sharding,
+            segment_nbytes,
+            units: unit_names,
+            groups: all_groups,
+            reduce_order,
+        })
     }
 
     /// Number of shards and their alignment.
@@ -60,7 +71,7 @@ impl ShardPlan {
 
     /// The limit on a segment in bytes; `None` for no limit.
     #[must_use]
-    pub fn segment_nbytes(&self) -> Option<u64> {
+    pub fn segment_nbytes(&self) -> Option<NonZeroU64> {
         self.segment_nbytes
     }
 
@@ -84,22 +95,27 @@ impl ShardPlan {
 }
 
 fn check_unique(units: &[Unit]) -> Result<()> {
-    let owned = |(index, unit): (usize, &'_ Unit)| (index, unit.params.len());
-    let owners: Vec<usize> = units
+    let owners = units
         .iter()
         .enumerate()
-        .map(owned)
-        .flat_map(|(index, count)| std::iter::repeat_n(index, count))
+        .flat_map(|(index, unit)| repeat_n(index, unit.params.len()));
+    let owners: Vec<usize> = owners.collect();
+    let all: Vec<&str> = units
+        .iter()
+        .flat_map(|unit| &unit.params)
+        .map(|param| param.name.as_str())
         .collect();
-    let all: Vec<&str> =
-        units.iter().flat_map(|unit| &unit.params).map(|param| param.name.as_str()).collect();
     let Err((first, second)) = names::sorted_unique(&all) else {
         return Ok(());
     };
     let name = all[first].to_owned();
     if owners[first] == owners[second] {
         let start = owners.partition_point(|&owner| owner < owners[first]);
-        return Err(PlanError::DuplicateParameter { name, first: first - start, second: second - start });
+        return Err(PlanError::DuplicateParameter {
+            name,
+            first: first - start,
+            second: second - start,
+        });
     }
     let unit_name = |position: usize| units[owners[position]].name.clone();
     Err(PlanError::DuplicateAcrossUnits {

@@ -1,5 +1,7 @@
 //! Python arguments as the planner's input.
 
+use std::num::NonZeroU64;
+
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
@@ -28,7 +30,11 @@ impl<'py> FromPyObject<'_, 'py> for Params {
         type_hint_subscript!(type_hint_identifier!("collections.abc", "Iterable"), PARAM_TYPE);
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.try_iter()?.map(|item| param(&item?)).collect::<PyResult<_>>().map(Self)
+        object
+            .try_iter()?
+            .map(|item| param(&item?))
+            .collect::<PyResult<_>>()
+            .map(Self)
     }
 }
 
@@ -49,13 +55,20 @@ impl<'py> FromPyObject<'_, 'py> for Units {
     );
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.try_iter()?.map(|item| unit(&item?)).collect::<PyResult<_>>().map(Self)
+        object
+            .try_iter()?
+            .map(|item| unit(&item?))
+            .collect::<PyResult<_>>()
+            .map(Self)
     }
 }
 
 fn unit(object: &Bound<'_, PyAny>) -> PyResult<Unit> {
     let [name, params] = fields(object, "a unit is (name, [(name, numel, dtype, trainable), ...])")?;
-    Ok(Unit { name: name.extract()?, params: params.extract::<Params>()?.0 })
+    Ok(Unit {
+        name: name.extract()?,
+        params: params.extract::<Params>()?.0,
+    })
 }
 
 fn param(object: &Bound<'_, PyAny>) -> PyResult<Param> {
@@ -64,12 +77,22 @@ fn param(object: &Bound<'_, PyAny>) -> PyResult<Param> {
     let checked = |error: PlanError| CoreError::from(error.in_parameter(&name));
     let numel = numel(&count)?.map_err(checked)?;
     let dtype = Dtype::parse(dtype.extract()?).map_err(checked)?;
-    Ok(Param { name, numel, dtype, trainable: trainable.extract()? })
+    Ok(Param {
+        name,
+        numel,
+        dtype,
+        trainable: trainable.extract()?,
+    })
 }
 
 /// The fields of a tuple or list of exactly `N`.
-fn fields<'py, const N: usize>(object: &Bound<'py, PyAny>, expected: &str) -> PyResult<[Bound<'py, PyAny>; N]> {
-    object.extract().map_err(|_| PyTypeError::new_err(format!("{expected}, got {object:?}")))
+fn fields<'py, const N: usize>(
+    object: &Bound<'py, PyAny>,
+    expected: &str,
+) -> PyResult<[Bound<'py, PyAny>; N]> {
+    object
+        .extract()
+        .map_err(|_| PyTypeError::new_err(format!("{expected}, got {object:?}")))
 }
 
 /// Outer error: not an integer. Inner error: an integer that counts nothing.
@@ -91,7 +114,10 @@ pub(crate) fn sharding(num_shards: i128, alignment: i128) -> Result<Sharding> {
 }
 
 /// Checks the limit on a segment.
-pub(crate) fn segment_limit(segment_nbytes: Option<i128>) -> Result<Option<u64>> {
-    let limit = |value: i128| u64::try_from(value).map_err(|_| PlanError::segment_nbytes(value));
+pub(crate) fn segment_limit(segment_nbytes: Option<i128>) -> Result<Option<NonZeroU64>> {
+    let limit = |value: i128| {
+        let nbytes = u64::try_from(value).ok().and_then(NonZeroU64::new);
+        nbytes.ok_or_else(|| PlanError::segment_nbytes(value))
+    };
     segment_nbytes.map(limit).transpose()
 }

@@ -12,7 +12,5 @@ mod plan;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use crate::plan::{
-        PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout,
-    };
+    use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
 }

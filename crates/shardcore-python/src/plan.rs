@@ -1,5 +1,6 @@
 //! `shardcore.plan`: layouts and plans as frozen Python objects.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -81,7 +82,11 @@ impl PyShardLayout {
 
     /// The parameters as ``(name, numel, offset)``, in the order of the buffer.
     fn entries(&self) -> Vec<(&str, u64, u64)> {
-        self.0.entries().iter().map(|entry| (entry.name.as_str(), entry.numel, entry.offset)).collect()
+        self.0
+            .entries()
+            .iter()
+            .map(|entry| (entry.name.as_str(), entry.numel, entry.offset))
+            .collect()
     }
 
     /// What one rank holds: ``(name, start, stop, shard_offset)``, in the order of its shard.
@@ -92,7 +97,9 @@ impl PyShardLayout {
         let num_shards = self.0.num_shards();
         let rank = u64::try_from(rank).map_err(|_| PlanError::RankOutOfRange { rank, num_shards })?;
         let ranges = self.0.ranges(rank)?;
-        Ok(ranges.map(|range| (range.name, range.start, range.stop, range.shard_offset)).collect())
+        Ok(ranges
+            .map(|range| (range.name, range.start, range.stop, range.shard_offset))
+            .collect())
     }
 
     /// The padding: maximal runs ``(start, stop)`` of the flat buffer that belong to no parameter.
@@ -163,7 +170,7 @@ impl PyShardPlan {
 
     /// The limit on a segment in bytes; ``None`` for no limit.
     #[getter]
-    fn segment_nbytes(&self) -> Option<u64> {
+    fn segment_nbytes(&self) -> Option<NonZeroU64> {
         self.0.segment_nbytes()
     }
 
@@ -177,7 +184,9 @@ impl PyShardPlan {
     #[getter]
     fn groups(&self) -> Vec<(usize, PyShardLayout)> {
         let groups = self.0.groups().iter();
-        groups.map(|group| (group.unit, PyShardLayout(Arc::clone(&group.layout)))).collect()
+        groups
+            .map(|group| (group.unit, PyShardLayout(Arc::clone(&group.layout))))
+            .collect()
     }
 
     /// Indices of the trainable groups in the order in which their gradients are reduced: the last unit's come first.
@@ -255,7 +264,11 @@ pub(crate) fn groups(
     alignment: i128,
 ) -> PyResult<Vec<PyShardLayout>> {
     let layouts = gil::run(py, || {
-        grouping::split(params.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?)
+        grouping::split(
+            params.0,
+            sharding(num_shards, alignment)?,
+            segment_limit(segment_nbytes)?,
+        )
     })?;
     Ok(layouts.into_iter().map(PyShardLayout::from).collect())
 }
@@ -276,15 +289,19 @@ pub(crate) fn plan_shards(
     alignment: i128,
 ) -> PyResult<PyShardPlan> {
     let plan = gil::run(py, || {
-        ShardPlan::new(units.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?)
+        ShardPlan::new(
+            units.0,
+            sharding(num_shards, alignment)?,
+            segment_limit(segment_nbytes)?,
+        )
     })?;
     Ok(PyShardPlan(plan))
 }
 
 /// Names the first difference between two documents that ``to_json`` wrote; ``None`` when they are equal.
 ///
-/// The answer reads like ``unit 3 "layers.3", group 0, entry 1 "mlp.weight": numel is 4096 in the first and 4100 in
-/// the second``. Raises ``PlanError`` if a text is not JSON.
+/// The answer reads like ``unit 3 "layers.3", group 0, entry 1 "mlp.weight", numel: 4096 in the first, 4100 in the
+/// second``. Raises ``PlanError`` if a text is not JSON.
 #[pyfunction]
 pub(crate) fn first_difference(py: Python<'_>, first: &str, second: &str) -> PyResult<Option<String>> {
     gil::run(py, || difference(first, second))

@@ -16,6 +16,7 @@ from shardcore.comm.collectives import (
 )
 from shardcore.comm.watch import (
     RankFailedError,
+    check_level,
     clear_failure,
     program_digest,
     raise_on_program_mismatch,
@@ -28,6 +29,7 @@ __all__ = [
     "agree_on",
     "all_reduce",
     "broadcast",
+    "check_level",
     "clear_failure",
     "exchange",
     "gather_shards",

@@ -188,6 +188,35 @@ def report_failure(error: BaseException) -> None:
         return
 
 
+def check_level(axis: Axis) -> None:
+    """Raise on every rank unless all ranks of the axis have entered the same number of collectives. Collective, by the store.
+
+    After an exception this tells whether what is in flight will complete and the connections may be used again.
+
+    Raises:
+        RankMismatchError: they have not, or a rank did not come.
+    """
+    b = board()
+    if b.store is None or axis.size == 1:
+        return
+    b.store.set(_key(b, f"level/{b.rank}"), json.dumps(b.sequence))
+    try:
+        b.store.wait([_key(b, f"level/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
+    except RuntimeError as error:
+        raise RankMismatchError(
+            f"rank {b.rank} resets the step, but not all ranks of {list(axis.ranks)} do so within {_GRACE_S * 3:.0f} s; after an "
+            "exception every rank must call reset_iteration()"
+        ) from error
+    for rank in axis.ranks:
+        theirs: dict[str, int] = json.loads(b.store.get(_key(b, f"level/{rank}")))
+        for key in b.sequence.keys() & theirs.keys():
+            if b.sequence[key] != theirs[key]:
+                raise RankMismatchError(
+                    f"the step cannot be reset: rank {b.rank} stopped after {b.sequence[key]} collectives, rank {rank} after "
+                    f"{theirs[key]}, so the connections between them are out of step. End the job and resume from a checkpoint"
+                )
+
+
 def clear_failure() -> None:
     """Forget a reported failure, after the model was reset. Collective: every rank calls it."""
     b = board()

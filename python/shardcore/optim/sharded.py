@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
@@ -97,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_skipped_steps = 0
         self.step_was_applied = False
         self._norm: torch.Tensor | None = None
+        self._taken_over: torch.optim.Optimizer | None = None
 
     @classmethod
     def from_instance(
@@ -133,7 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in groups:
             group.pop("param_names", None)
         sharded.param_groups = instance.param_groups
-        instance.step = sharded.step  # type: ignore[method-assign]
+        private.replace_step(instance, sharded.step)
+        sharded._taken_over = instance
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
         return sharded
 
@@ -158,6 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._taken_over is not None:
+            private.mark_stepped(self._taken_over)
         try:
             self._step()
         except Exception as error:

@@ -174,8 +174,11 @@ class GroupGradients:
             self._resize(0)
 
     def abandon(self) -> None:
-        """Drop everything after a failed step, without waiting for other ranks."""
-        self._handle = self._sent = None
+        """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        self._sent = None
         self.clear(set_to_none=True)
 
     @property

@@ -181,16 +181,13 @@ class ShardGroup:
         return None
 
     def abandon(self) -> None:
-        """Return to the resting state after a failed step, without other ranks."""
+        """Return to the resting state after a failed step; what is in flight is waited for."""
         self.holders.clear()
-        self._handle = None
         if self.grads is not None:
             self.grads.abandon()
-        if self.releases and self.state is not ParamState.SHARDED:
-            self.state = ParamState.SHARDED
-            self._guard()
-            if self._axis.size > 1:
-                self.full.untyped_storage().resize_(0)
+        if self.state is ParamState.UNSHARDING:
+            self.unshard()
+        self.reshard()
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""

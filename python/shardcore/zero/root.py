@@ -73,7 +73,7 @@ class Root:
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
-        self.window = Window(groups, plan.reduce_order, data_axis, reduce_once=policy.stage == 1)
+        self.window = Window(groups, plan.reduce_order, data_axis, policy)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
@@ -182,10 +182,18 @@ class Root:
     def reset_iteration(self) -> None:
         """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls
         it.
+
+        Raises:
+            RankMismatchError: the ranks stopped at different collectives; only a restart helps then.
         """
         self._settle_state()
+        self.forward_depth = 0
+        self.active.clear()
+        comm.check_level(self.data_axis)
         for group in self.groups:
             group.abandon()
+        self.num_micro_batches = 0
+        self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
         comm.clear_failure()
 
     def look_ahead(self, unit: Unit | None) -> None:

@@ -16,25 +16,26 @@ from shardcore.errors import StateError
 from shardcore.mesh import Axis
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
+from shardcore.zero.policy import Policy
 
 
 class Window:
     """The gradients of all groups between two updates.
 
-    Stages 0, 2 and 3 reduce in every backward. Stage 1 keeps gradients whole, so it needs to reduce only once, in the
-    last
-    backward: the engine says which that is; in a hand-written loop it is learnt from the window before (the first
-    window
-    reduces at the boundary).
+    Stages 2 and 3 reduce in every backward. Stages 0 and 1 keep gradients whole, so that one reduction in the last
+    backward is enough: the engine says which that is. In a hand-written loop stage 0 reduces in every backward, as DDP
+    does, since ``param.grad`` is read after it; stage 1 learns from the window before which backward is the last (its
+    first window reduces at the boundary).
     """
 
     def __init__(
-        self, groups: Sequence[ShardGroup], reduce_order: Sequence[int], data_axis: Axis, *, reduce_once: bool
+        self, groups: Sequence[ShardGroup], reduce_order: Sequence[int], data_axis: Axis, policy: Policy
     ) -> None:
         self._groups = [group for group in groups if group.trainable]
         self._order = [groups[i] for i in reduce_order]
         self._axis = data_axis
-        self._reduce_once = reduce_once
+        self._keeps_whole = not policy.shards_grads
+        self._reduce_once = policy.shards_states and not policy.shards_grads
         self._expected: int | None = None
         self._late: set[ShardGroup] = set()
         self.last_backward: bool | None = None
@@ -107,7 +108,7 @@ class Window:
     def _reduces_now(self) -> bool:
         if self.suspended:
             return False
-        if self.last_backward is not None and self._reduce_once:
+        if self.last_backward is not None and self._keeps_whole:
             return self.last_backward
         return not self._reduce_once or self.num_backwards == self._expected
 
