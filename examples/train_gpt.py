@@ -213,6 +213,8 @@ def main() -> None:
     complete(args, model, mesh, engine)
     micro_batch = args.batch // (mesh.data_world * args.accumulation)
     train_text, valid_text = (text.Windows(part, args.seq) for part in text.load(args.text))
+    if len(valid_text) == 0:
+        raise SystemExit(f"the text holds {len(valid_text.content)} bytes for validation, fewer than --seq {args.seq}")
     numel = sum(p.numel() for p in model.parameters())
     say(
         f"{numel / 1e6:.1f}M parameters on {mesh.data_world} x {mesh.device.type}, "

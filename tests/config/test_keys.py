@@ -96,7 +96,7 @@ def test_the_nearest_name_is_the_same_for_every_order() -> None:
     ("path", "resolved"),
     [
         ("zero_optimization.reduce_bucket_size", "500000000"),
-        ("zero_optimization.overlap_comm", "true"),
+        ("zero_optimization.stage", "0"),
         ("fp16.enabled", "false"),
         ("bf16.enabled", "false"),
         ("fp16.initial_scale_power", "16"),
@@ -108,7 +108,9 @@ def test_a4_auto_in_a_section_is_the_default_and_is_noted_once(path: str, resolv
     assert dataclasses.replace(config, notes=()) == load()
 
 
-@pytest.mark.parametrize("path", ["train_batch_size", "gradient_clipping", "steps_per_print", "prescale_gradients"])
+@pytest.mark.parametrize(
+    "path", ["train_batch_size", "gradient_clipping", "steps_per_print", "communication_data_type"]
+)
 def test_a4_auto_at_the_top_level_needs_somebody_to_supply_it(path: str) -> None:
     (problem,) = problems({path: "auto"})
     assert problem.startswith(f'{path} is "auto" and nothing supplies it')

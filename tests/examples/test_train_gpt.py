@@ -100,11 +100,14 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
         (["--batch", "3", "--accumulation", "2"], "choose a multiple of 2"),
         (["--stage", "4"], "invalid choice"),
         (["--text", "no/such/place"], "no text in no/such/place"),
+        (["--text", "examples/gpt.py", "--seq", "1000"], "bytes for validation, fewer than --seq 1000"),
+        (["--text", "examples/gpt.py", "--batch", "4096"], "too few for one batch"),
         (["--config", "ds.json", "--stage", "1"], "--stage and --config both given"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: list[str], message: str) -> None:
-    result = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
+    command = [sys.executable, SCRIPT, "--out", tmp_path, *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO)
     assert result.returncode != 0
     assert message in result.stderr
     assert "Traceback" not in result.stderr

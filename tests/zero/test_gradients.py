@@ -487,8 +487,8 @@ def test_b37_skipped_steps_leave_nothing_behind(stage: int) -> None:
     mesh = sc.Mesh()
     precision = sc.Precision(param="fp16", loss_scale="dynamic")
     model = sc.shard(Overflowing(), mesh, stage=stage, precision=precision)
-    optimizer = sc.optimizer(torch.optim.AdamW, model, lr=0.1, max_grad_norm=1.0)
-    optimizer.loss_scale = sc.optim.DynamicScale(scale=8.0, hysteresis=1)
+    scale = sc.optim.DynamicScale(scale=8.0, hysteresis=1)
+    optimizer = sc.optimizer(torch.optim.AdamW, model, lr=0.1, max_grad_norm=1.0, loss_scale=scale)
     master = torch.ones(6).requires_grad_()
     plain = torch.optim.AdamW([master], lr=0.1)
     for step, good in enumerate((True, False, True, False, False, True)):
@@ -506,7 +506,7 @@ def test_b37_skipped_steps_leave_nothing_behind(stage: int) -> None:
     assert found["unused"].tolist() == [1.0] * 3
     torch.testing.assert_close(found["weight"].float(), master.detach(), rtol=2e-3, atol=2e-3)
     assert optimizer.num_skipped_steps == 3
-    assert optimizer.loss_scale.scale == 1.0
+    assert scale.scale == 1.0
 
 
 @all_stages

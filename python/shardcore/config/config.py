@@ -76,11 +76,6 @@ class Config:
         """Dtype of the parameters that forward and backward see."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
-    @property
-    def grad_accum_dtype(self) -> FloatDtype:
-        """Dtype in which the gradients of micro-batches are summed."""
-        return self.data_types.grad_accum_dtype or "fp32"
-
     def resolve_batch(self, data_world: int) -> BatchSizes:
         """Solves the batch triangle for ``data_world`` data-parallel ranks.
 

@@ -31,10 +31,6 @@ class GradientConfig:
 
     clipping: float | None = None
     """Largest global norm; None is no clipping."""
-    prescale: bool = False
-    """Whether to divide gradients before they are reduced over ranks rather than after."""
-    predivide_factor: float = 1.0
-    """With ``prescale``: divide by this before the reduction and by world / factor after it."""
     communication_dtype: FloatDtype | None = None
     """Dtype in which gradients travel between ranks; None follows the accumulation dtype."""
 
@@ -65,8 +61,6 @@ class FP16Config:
 
     enabled: bool = False
     """Whether parameters and activations are float16."""
-    auto_cast: bool = False
-    """Whether floating-point inputs of the model are cast to float16."""
     loss_scale: float = 0.0
     """A fixed loss scale; 0 lets it adapt."""
     initial_scale_power: int = 16
@@ -105,8 +99,6 @@ class BF16Config:
 class DataTypesConfig:
     """Dtypes that do not follow from the precision mode alone."""
 
-    grad_accum_dtype: FloatDtype | None = None
-    """Dtype in which micro-batches are summed; None is float32."""
     param_dtype: FloatDtype | None = None
     """What the file says parameters are; it must agree with the fp16 and bf16 sections."""
 
@@ -119,8 +111,6 @@ class ZeroConfig:
     """0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     reduce_bucket_size: int = 500_000_000
     """Elements of gradient that are reduced in one collective, at most (a single parameter may exceed it)."""
-    overlap_comm: bool = True
-    """Whether reduction runs while backward goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 # ------------------------------------------------------------------------------------------------ top level
 _PIPELINE = "pipeline stages"
 _TENSOR = "tensor parallelism"
+_DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
 _TOP: dict[str, Entry] = {
@@ -57,8 +58,8 @@ _TOP: dict[str, Entry] = {
     "log_level": Field("logging.level", choice("debug", "info", "warning", "error", "critical")),
     "dataloader_drop_last": Field("data.drop_last", BOOL),
     "gradient_clipping": Field("gradients.clipping", AMOUNT),
-    "prescale_gradients": Field("gradients.prescale", BOOL),
-    "gradient_predivide_factor": Field("gradients.predivide_factor", POSITIVE),
+    "prescale_gradients": Ignored(_DIVISION, BOOL),
+    "gradient_predivide_factor": Ignored(_DIVISION, POSITIVE),
     "communication_data_type": Field("gradients.communication_dtype", FLOAT_DTYPE),
     "gradient_allreduce_op": Unsupported(
         "gradients are averaged over ranks; multiply the loss by the number of ranks to get a sum",
@@ -116,7 +117,7 @@ _SCHEDULER: dict[str, Entry] = {
 # ------------------------------------------------------------------------------------------------ precision
 _FP16: dict[str, Entry] = {
     "enabled": Field("fp16.enabled", BOOL),
-    "auto_cast": Field("fp16.auto_cast", BOOL),
+    "auto_cast": Ignored("floating inputs of the model are always cast", BOOL),
     "loss_scale": Field("fp16.loss_scale", AMOUNT),
     "initial_scale_power": Field("fp16.initial_scale_power", integer(low=0, high=126)),
     "loss_scale_window": Field("fp16.loss_scale_window", SIZE),
@@ -140,7 +141,7 @@ _AUTOCAST: dict[str, Entry] = {
     "lower_precision_safe_modules": Ignored("takes effect with torch_autocast.enabled", TEXTS),
 }
 _DATA_TYPES: dict[str, Entry] = {
-    "grad_accum_dtype": Field("data_types.grad_accum_dtype", FLOAT_DTYPE),
+    "grad_accum_dtype": Ignored("gradients are always summed in fp32", FLOAT_DTYPE),
     "param_dtype": Field("data_types.param_dtype", FLOAT_DTYPE),
     "buffer_dtype": _later("casting buffers (they keep their dtype)", FLOAT_DTYPE, "fp32"),
 }
@@ -153,7 +154,7 @@ _OFFLOAD_OFF = "takes effect with offload, which is off"
 _ZERO: dict[str, Entry] = {
     "stage": Field("zero.stage", integer(low=0, high=3)),
     "reduce_bucket_size": Field("zero.reduce_bucket_size", SIZE),
-    "overlap_comm": Field("zero.overlap_comm", BOOL),
+    "overlap_comm": Ignored("reduction always overlaps backward; the result is the same", BOOL),
     "replicate_size": _later("hybrid sharding", SIZE, 1),
     "replicate_inside": _later("hybrid sharding"),
     "contiguous_gradients": Ignored("gradients always live in one flat buffer per group", BOOL),

@@ -78,8 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
-        self.inner = build(
-            [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
+        self.inner = _build_inner(
+            build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
@@ -89,9 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self.inner.defaults)
         self.param_groups = groups
         self.max_grad_norm = max_grad_norm
-        self.loss_scale: LossScale = loss_scale or _default_scale(roots)
-        for root in roots:
-            root.set_loss_scale(self.loss_scale)
+        self.loss_scale = loss_scale or _default_scale(roots)
         self.track_grad_norm = False
         """Compute ``grad_norm`` at each step even where nothing else needs it."""
         self.num_steps = 0
@@ -139,6 +137,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharded._taken_over = instance
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
         return sharded
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the losses; setting it changes what plain backwards multiply by, too."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: LossScale) -> None:
+        self._loss_scale = scale
+        for root in self._roots:
+            root.set_loss_scale(scale)
 
     @property
     def grad_norm(self) -> float | None:
@@ -306,6 +315,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         position = self._pieces.index(piece)
         self._pieces[position : position + 1] = parts
         return parts
+
+
+def _build_inner(
+    build: Callable[[list[Options]], torch.optim.Optimizer], groups: list[Options]
+) -> torch.optim.Optimizer:
+    """The inner optimizer over 1-D pieces, or a ConfigError with what it says against them or its options."""
+    try:
+        return build(groups)
+    except ValueError as error:
+        raise ConfigError(
+            f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
+        ) from error
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

@@ -31,11 +31,11 @@ def tensor_bytes(predicate: Predicate | None = None, *, collect: bool = False) -
 class PeakTensorBytes:
     """Context manager that finds the peak of live storage bytes while a region runs.
 
-    Every operation that torch dispatches, in forward, backward and optimizer alike, is a sample: once before it runs
-    and once after, when its inputs and outputs are alive together. A sample adds up the current ``nbytes()`` of all
-    storages known, so a storage resized to 0 and back counts what it has at that moment, also if nothing but
-    ``untyped_storage().resize_()`` touched it. Known are the storages found by ``tensor_bytes`` on entry, and those
-    of every operation's inputs and outputs since, until they are freed.
+    A sample is taken after every operation that torch dispatches, in forward, backward and optimizer alike, while its
+    inputs and outputs are alive together (and before it too, if it may shrink its input). It adds up the current
+    ``nbytes()`` of all storages known, so a storage resized to 0 and back counts what it has at that moment, also if
+    nothing but ``untyped_storage().resize_()`` touched it. Known are the storages found by ``tensor_bytes`` on entry,
+    and those of every operation's inputs and outputs since, until they are freed.
 
     The peak is thus exact for tensors, except for memory that comes and goes between two operations, or within one
     (the workspace of a kernel, temporaries of an operation written in Python). One sample costs a fraction of a
@@ -68,8 +68,12 @@ class PeakTensorBytes:
 
     def current_nbytes(self) -> int:
         """Live bytes of the storages known now."""
-        storages = [reference() for reference in self._known.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        nbytes = 0
+        for reference in list(self._known.values()):
+            storage = reference()
+            if storage is not None:
+                nbytes += storage.nbytes()
+        return nbytes
 
     def _sample(self, operation: str) -> None:
         nbytes = self.current_nbytes()
@@ -98,7 +102,8 @@ class _SamplingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         owner = self._owner
         owner._add(_storages_in((args, kwargs)))
-        owner._sample(str(func))
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            owner._sample(str(func))
         result = func(*args, **kwargs)
         owner._add(_storages_in(result))
         owner._sample(str(func))

@@ -21,7 +21,7 @@ from shardcore.testing.messages import FunctionRef, HostStore, Job, JoinStore, R
 from shardcore.testing.process import RankProcess, wait_for_any
 from shardcore.testing.report import RankReport, SpmdError
 
-_PRELOAD = ["torch", "torch.distributed", "pytest", "shardcore", "shardcore.testing.worker"]
+_PRELOAD = ["pytest", "shardcore.testing.preload"]
 _SETTLE_SECONDS = 30.0
 
 
