@@ -1,5 +1,7 @@
 //! The laws of plans, as properties over random parameters and as examples. One binary: it links once.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
+
 mod given;
 mod groups;
 mod layout;

@@ -1,0 +1,57 @@
+"""The key table as a page for people: ``python -m shardcore.config.page > docs/config.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardcore.config.keys import Entry, Field, Ignored, Misplaced, Removed, Unsupported
+from shardcore.config.sections import default_of
+from shardcore.config.table import TABLE
+
+_INTRODUCTION = """# The configuration file
+
+`shardcore.initialize(config=...)` takes DeepSpeed's JSON as a dict, a path (comments and trailing commas are welcome) or
+base64 text. Every key below does one of these things; a key that is not below is an error that names the nearest one
+(at the top level: an error if it is one or two letters off, else a note). Keys that begin with `x-` are yours. All
+problems of a file are reported at once. `Config.explain()` shows what a file decides.
+
+`"auto"` inside a section is the default, and is noted in the log; at the top level it is an error unless something
+fills it in. The drop-in module `shardcore.deepspeed` differs in this: clipping is 1.0 where the file does not say
+(natively there is none), and configuration errors are AssertionErrors as well.
+
+| key | what it does | default |
+|---|---|---|
+"""
+
+
+def key_page() -> str:
+    """The page as Markdown, one row per key of the table."""
+    rows = [f"| `{path}` | {_effect(entry)} | {_default(entry)} |" for path, entry in TABLE.items()]
+    return _INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def _effect(entry: Entry) -> str:
+    match entry:
+        case Field(target=target):
+            return f"sets `{target}`"
+        case Ignored(reason=reason):
+            return f"accepted, changes nothing: {reason}"
+        case Unsupported(reason=reason):
+            return f"refused unless it asks for nothing: {reason}"
+        case Removed(reason=reason):
+            return f"refused: {reason}"
+        case Misplaced(hint=hint):
+            return f"an error: {hint}"
+
+
+def _default(entry: Entry) -> str:
+    if not isinstance(entry, Field):
+        return ""
+    default = default_of(entry.target)
+    return "" if default is dataclasses.MISSING or default is None else f"`{default}`"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(key_page())
