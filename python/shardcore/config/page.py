@@ -10,8 +10,8 @@ from shardcore.config.table import TABLE
 
 _INTRODUCTION = """# The configuration file
 
-`shardcore.initialize(config=...)` takes DeepSpeed's JSON as a dict, a path (comments and trailing commas are welcome) or
-base64 text. Every key below does one of these things; a key that is not below is an error that names the nearest one
+`shardcore.initialize(config=...)` takes DeepSpeed's JSON as a dict, a path (comments and trailing commas are welcome)
+or base64 text. Every key below does one of these things; a key that is not below is an error that names the nearest one
 (at the top level: an error if it is one or two letters off, else a note). Keys that begin with `x-` are yours. All
 problems of a file are reported at once. `Config.explain()` shows what a file decides.
 

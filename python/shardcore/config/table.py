@@ -69,7 +69,7 @@ _TOP: dict[str, Entry] = {
     "seq_parallel_communication_data_type": Ignored("there is no sequence group without " + _SEQUENCE, FLOAT_DTYPE),
     "sequence_parallel_size": _later(_SEQUENCE, SIZE, 1),
     "use_data_before_expert_parallelism": _later(_EXPERTS),
-    "memory_breakdown": Ignored("the progress line has the memory per rank", BOOL),
+    "memory_breakdown": Ignored("nothing is printed for it; torch.profiler shows memory by phase", BOOL),
     "vocabulary_size": Ignored("DeepSpeed only warns by it", SIZE),
     "disable_allgather": Ignored("parameters are always gathered by one collective per group", BOOL),
     "zero_allow_untested_optimizer": Ignored("every optimizer is probed when it is built", BOOL),
