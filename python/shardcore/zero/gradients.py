@@ -141,6 +141,12 @@ class GroupGradients:
             self._store_shard()
         self._reduced = True
 
+    def settle(self) -> None:
+        """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left there."""
+        if not self._reduced:
+            self.shard.zero_()
+            self._reduced = True
+
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
         if not self.exposed:

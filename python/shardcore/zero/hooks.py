@@ -18,6 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from shardcore import _torch_private as private
 from shardcore import comm
+from shardcore.errors import StateError
 from shardcore.protocols import ParameterSlot
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
@@ -70,6 +71,7 @@ class _GradientHooks:
             grad = param.grad
             if grad is None:
                 return
+            _refuse_double_backward()
             self._root.begin_backward()
             self.is_complete()
             self._root.window.note_gradient(self._group)
@@ -168,6 +170,7 @@ class _UnitHooks:
 
     @private.not_traced
     def _begin_backward(self, call: _Call) -> None:
+        _refuse_double_backward()
         self._root.begin_backward()
         self._unit.open_calls.add(call)
         self._unit.acquire()
@@ -196,6 +199,15 @@ class _UnitHooks:
             if group in self._gradient_hooks:
                 self._root.window.mark_ready(group)
         self._unit.release()
+
+
+def _refuse_double_backward() -> None:
+    """A backward that records itself would save released parameters, and gradients that are summed in place."""
+    if torch.is_grad_enabled():
+        raise StateError(
+            "backward(create_graph=True) is not supported through sharded parameters: double backward needs them, and their "
+            "gradients, whole and unchanged. Compute second derivatives on an unsharded copy of the model"
+        )
 
 
 class _RootHooks:

@@ -90,6 +90,7 @@ class Window:
                 _grads(group).start_reduce()
         for group in self._order:
             _grads(group).finish_reduce()
+            _grads(group).settle()
             _grads(group).expose()
         self._expected, self.num_backwards = self.num_backwards, 0
         return present
