@@ -1,4 +1,4 @@
-"""Rank processes that stay alive and are woken in turn: while one arm is measured, the others sleep in a blocking read."""
+"""Rank processes that stay alive and are woken in turn; the others sleep in a blocking read meanwhile."""
 
 from __future__ import annotations
 

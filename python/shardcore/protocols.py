@@ -6,6 +6,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,7 +96,7 @@ class ShardedRoot(Protocol):
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ParameterSlot:
     """Where one parameter lives: its group, its index there, and its full name in the model."""
 
@@ -120,10 +121,15 @@ def find_root(module: torch.nn.Module) -> Any | None:
 
 
 def attach_slot(slot: ParameterSlot) -> None:
-    """Leave the slot on its parameter."""
-    setattr(slot.param, _SLOT_ATTRIBUTE, slot)
+    """Leave the slot on its parameter.
+
+    Weakly: autograd nodes that the model holds refer to the parameter, and the garbage collector cannot see through them.
+    A strong reference from the parameter back to its model would close a cycle that is never freed.
+    """
+    setattr(slot.param, _SLOT_ATTRIBUTE, weakref.ref(slot))
 
 
 def find_slot(param: torch.Tensor) -> ParameterSlot | None:
-    """The slot of a sharded parameter, or None for any other tensor."""
-    return param.__dict__.get(_SLOT_ATTRIBUTE)
+    """The slot of a sharded parameter, or None for any other tensor (also where the sharded model is gone)."""
+    reference: weakref.ref[ParameterSlot] | None = param.__dict__.get(_SLOT_ATTRIBUTE)
+    return None if reference is None else reference()

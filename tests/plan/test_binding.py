@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_plans_work_without_torch() -> None:
 
 
 @pytest.fixture
-def no_preemption() -> object:
+def no_preemption() -> Iterator[None]:
     """Inside, a thread gives the GIL up only of its own accord."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
@@ -43,7 +43,8 @@ def no_preemption() -> object:
 
 def other_thread_ran_during(work: Callable[[], object]) -> bool:
     """Whether a thread that was ready to run got the GIL while ``work`` ran."""
-    ready, go, ran = threading.Event(), threading.Lock(), []
+    ready, go = threading.Event(), threading.Lock()
+    ran: list[bool] = []
     go.acquire()
 
     def other() -> None:
@@ -64,8 +65,9 @@ def other_thread_ran_during(work: Callable[[], object]) -> bool:
 @pytest.mark.usefixtures("no_preemption")
 def test_the_gil_is_released_while_rust_works() -> None:
     layout = plan.shard_layout([(f"parameter {index}", 7, "bf16", True) for index in range(200_000)], num_shards=4)
-    assert other_thread_ran_during(layout.digest)
-    assert other_thread_ran_during(layout.to_json)
+    for work in (layout.digest, layout.to_json):
+        # On a busy machine the other thread may wake too late once; without a release it never runs.
+        assert any(other_thread_ran_during(work) for _ in range(100)), work
     assert not other_thread_ran_during(lambda: sum(range(1_000_000))), "the probe sees releases that are none"
 
 

@@ -59,7 +59,7 @@ def test_alignment_and_iterables_are_passed_on() -> None:
 
 @pytest.mark.parametrize("segment_nbytes", [0, -1])
 def test_a_segment_of_nothing_is_refused(segment_nbytes: int) -> None:
-    with pytest.raises(PlanError, match="segment_nbytes is .* or None for no limit"):
+    with pytest.raises(PlanError, match=r"segment_nbytes is .* or None for no limit"):
         plan.groups([], 2, segment_nbytes=segment_nbytes)
 
 

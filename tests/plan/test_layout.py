@@ -62,7 +62,7 @@ def test_everything_is_aligned(numels: list[int], dtype: str, num_shards: int, a
 
 
 def test_the_numbers_of_a_small_layout() -> None:
-    layout = plan.shard_layout([("weight", 1000, "bf16", True), ["bias", 10, "bf16", True]], num_shards=4)
+    layout = plan.shard_layout([("weight", 1000, "bf16", True), ("bias", 10, "bf16", True)], num_shards=4)
     assert (layout.padded_numel, layout.shard_numel, layout.num_shards) == (1024, 256, 4)
     assert (layout.dtype, layout.trainable, layout.names) == ("bf16", True, ["weight", "bias"])
     assert (layout.alignment, layout.itemsize, layout.numel, len(layout)) == (256, 2, 1010, 2)
@@ -71,6 +71,13 @@ def test_the_numbers_of_a_small_layout() -> None:
     assert layout.ranges(3) == [("weight", 768, 1000, 0), ("bias", 0, 10, 232)]
     assert layout.gaps() == [(1010, 1024)]
     assert "2 parameters" in repr(layout)
+
+
+def test_lists_and_any_iterable_serve_as_well_as_tuples() -> None:
+    expected = plan.shard_layout([("weight", 1000, "bf16", True)], 4)
+    assert plan.shard_layout([["weight", 1000, "bf16", True]], 4) == expected  # type: ignore[list-item]
+    assert plan.shard_layout(iter([("weight", 1000, "bf16", True)]), 4) == expected
+    assert plan.shard_layout([("weight", 1001, "bf16", True)], 4) != expected
 
 
 def test_an_empty_layout_is_fine() -> None:

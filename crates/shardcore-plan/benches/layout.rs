@@ -46,10 +46,7 @@ fn bench(criterion: &mut Criterion) {
             BatchSize::LargeInput,
         );
     });
-    #[expect(
-        clippy::expect_used,
-        reason = "a benchmark of a plan that cannot be made has no meaning"
-    )]
+    #[expect(clippy::expect_used, reason = "a benchmark of a plan that cannot be made has no meaning")]
     let made = plan(units()).expect("the input is valid");
     criterion.bench_function("view one rank of 16384", |bencher| {
         bencher.iter(|| own_view(&made, black_box(77)));

@@ -8,8 +8,5 @@ use crate::shard_plan::Group;
 /// Every rank reduces in this order, whatever the order in which its own gradients arrive.
 #[must_use]
 pub fn reduce_order(groups: &[Group]) -> Vec<usize> {
-    (0..groups.len())
-        .rev()
-        .filter(|&index| groups[index].layout.trainable())
-        .collect()
+    (0..groups.len()).rev().filter(|&index| groups[index].layout.trainable()).collect()
 }

@@ -19,9 +19,8 @@ pub fn first_difference(first: &str, second: &str) -> Result<Option<String>> {
 }
 
 fn parse(which: &str, text: &str) -> Result<Value> {
-    serde_json::from_str(text).map_err(|error| PlanError::BadDocument {
-        reason: format!("the {which} text is not JSON: {error}"),
-    })
+    serde_json::from_str(text)
+        .map_err(|error| PlanError::BadDocument { reason: format!("the {which} text is not JSON: {error}") })
 }
 
 /// Where two documents part, and how. The path grows from the inside outwards.
@@ -58,16 +57,11 @@ fn difference(key: &str, first: Option<&Value>, second: Option<&Value>) -> Optio
         (None, Some(_)) => "only in the second".to_owned(),
         _ => return None,
     };
-    Some(Difference {
-        path: Vec::new(),
-        what,
-    })
+    Some(Difference { path: Vec::new(), what })
 }
 
 fn in_objects(first: &Map<String, Value>, second: &Map<String, Value>) -> Option<Difference> {
-    let keys = first
-        .keys()
-        .chain(second.keys().filter(|key| !first.contains_key(*key)));
+    let keys = first.keys().chain(second.keys().filter(|key| !first.contains_key(*key)));
     let mut pairs = keys.map(|key| (key, first.get(key), second.get(key)));
     pairs.find_map(|(key, first, second)| {
         let found = difference(key, first, second)?;
@@ -78,8 +72,7 @@ fn in_objects(first: &Map<String, Value>, second: &Map<String, Value>) -> Option
 }
 
 fn in_lists(key: &str, first: &[Value], second: &[Value]) -> Option<Difference> {
-    let mut pairs =
-        (0..first.len().max(second.len())).map(|index| (index, first.get(index), second.get(index)));
+    let mut pairs = (0..first.len().max(second.len())).map(|index| (index, first.get(index), second.get(index)));
     pairs.find_map(|(index, first, second)| {
         let found = difference(key, first, second)?;
         Some(found.inside(element(key, index, first, second)))
@@ -88,10 +81,7 @@ fn in_lists(key: &str, first: &[Value], second: &[Value]) -> Option<Difference> 
 
 /// `unit 3 "layers.3"`: the name stands there unless the two elements have different ones.
 fn element(key: &str, index: usize, first: Option<&Value>, second: Option<&Value>) -> String {
-    let mut names = [first, second]
-        .into_iter()
-        .flatten()
-        .map(|value| value.get("name").and_then(Value::as_str));
+    let mut names = [first, second].into_iter().flatten().map(|value| value.get("name").and_then(Value::as_str));
     let noun = singular(key);
     match (names.next().flatten(), names.next()) {
         (Some(name), None) => format!("{noun} {index} {name:?}"),
@@ -127,18 +117,13 @@ mod tests {
 
     #[test]
     fn equal_documents_have_none() {
-        assert_eq!(
-            first_difference(r#"{"a": [1, {"b": null}]}"#, r#"{"a":[1,{"b":null}]}"#),
-            Ok(None)
-        );
+        assert_eq!(first_difference(r#"{"a": [1, {"b": null}]}"#, r#"{"a":[1,{"b":null}]}"#), Ok(None));
     }
 
     #[test]
     fn the_path_names_each_element_once() {
         let document = |numel: u32| {
-            format!(
-                r#"{{"units": [{{"name": "u", "groups": [{{"entries": [{{"name": "w", "numel": {numel}}}]}}]}}]}}"#
-            )
+            format!(r#"{{"units": [{{"name": "u", "groups": [{{"entries": [{{"name": "w", "numel": {numel}}}]}}]}}]}}"#)
         };
         assert_eq!(
             found(&document(4096), &document(4100)),
@@ -153,39 +138,24 @@ mod tests {
         assert_eq!(found(two, one), r#"unit 1 "b": only in the first"#);
         assert_eq!(found(one, two), r#"unit 1 "b": only in the second"#);
         assert_eq!(found("{}", one), "units: only in the second");
-        assert_eq!(
-            found(one, r#"{"units": [{"name": "c"}]}"#),
-            r#"unit 0, name: "a" in the first, "c" in the second"#
-        );
+        assert_eq!(found(one, r#"{"units": [{"name": "c"}]}"#), r#"unit 0, name: "a" in the first, "c" in the second"#);
     }
 
     #[test]
     fn leaves_and_kinds_are_compared() {
         assert_eq!(found("1", "2"), "1 in the first, 2 in the second");
-        assert_eq!(
-            found(r#"{"order": [3, 4]}"#, r#"{"order": [3, 5]}"#),
-            "order 1: 4 in the first, 5 in the second"
-        );
-        assert_eq!(
-            found(r#"{"a": [1]}"#, r#"{"a": {}}"#),
-            "a: a list of 1 in the first, an object in the second"
-        );
+        assert_eq!(found(r#"{"order": [3, 4]}"#, r#"{"order": [3, 5]}"#), "order 1: 4 in the first, 5 in the second");
+        assert_eq!(found(r#"{"a": [1]}"#, r#"{"a": {}}"#), "a: a list of 1 in the first, an object in the second");
     }
 
     #[test]
     fn the_first_documents_order_decides() {
-        assert_eq!(
-            found(r#"{"z": 1, "a": 1}"#, r#"{"a": 2, "z": 2}"#),
-            "z: 1 in the first, 2 in the second"
-        );
+        assert_eq!(found(r#"{"z": 1, "a": 1}"#, r#"{"a": 2, "z": 2}"#), "z: 1 in the first, 2 in the second");
     }
 
     #[test]
     fn text_that_is_not_json_is_refused() {
         let error = first_difference("{}", "nope").unwrap_err();
-        assert!(
-            error.to_string().contains("the second text is not JSON"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("the second text is not JSON"), "{error}");
     }
 }

@@ -47,13 +47,10 @@ impl Encoder {
     }
 
     fn finish(self) -> String {
-        self.0
-            .finalize()
-            .iter()
-            .fold(String::with_capacity(64), |mut hex, byte| {
-                let _ = write!(hex, "{byte:02x}"); // Writing to a String cannot fail.
-                hex
-            })
+        self.0.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}"); // Writing to a String cannot fail.
+            hex
+        })
     }
 }
 

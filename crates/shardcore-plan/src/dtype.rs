@@ -58,14 +58,7 @@ const TABLE: [Row; 18] = [
     (Dtype::Fp64, "fp64", 8, &["float64", "double"]),
 ];
 
-const COMPLEX: [&str; 6] = [
-    "complex32",
-    "complex64",
-    "complex128",
-    "chalf",
-    "cfloat",
-    "cdouble",
-];
+const COMPLEX: [&str; 6] = ["complex32", "complex64", "complex128", "chalf", "cfloat", "cdouble"];
 
 impl Dtype {
     /// Reads a dtype by any of its names, with or without torch's `torch.` in front.
@@ -74,17 +67,11 @@ impl Dtype {
     /// [`PlanError::ComplexDtype`] for complex types, which have no shards here; [`PlanError::UnknownDtype`] otherwise.
     pub fn parse(name: &str) -> Result<Self> {
         let short = name.strip_prefix("torch.").unwrap_or(name);
-        let known = TABLE
-            .iter()
-            .find(|(_, canonical, _, others)| *canonical == short || others.contains(&short));
+        let known = TABLE.iter().find(|(_, canonical, _, others)| *canonical == short || others.contains(&short));
         match known {
             Some((dtype, ..)) => Ok(*dtype),
-            None if COMPLEX.contains(&short) => Err(PlanError::ComplexDtype {
-                dtype: short.to_owned(),
-            }),
-            None => Err(PlanError::UnknownDtype {
-                dtype: name.to_owned(),
-            }),
+            None if COMPLEX.contains(&short) => Err(PlanError::ComplexDtype { dtype: short.to_owned() }),
+            None => Err(PlanError::UnknownDtype { dtype: name.to_owned() }),
         }
     }
 
@@ -162,13 +149,7 @@ mod tests {
     fn complex_and_unknown_types_are_refused() {
         let complex = Dtype::parse("torch.complex64").unwrap_err();
         assert!(matches!(&complex, PlanError::ComplexDtype { dtype } if dtype == "complex64"));
-        assert!(matches!(
-            Dtype::parse("fp23").unwrap_err(),
-            PlanError::UnknownDtype { .. }
-        ));
-        assert!(matches!(
-            Dtype::parse("").unwrap_err(),
-            PlanError::UnknownDtype { .. }
-        ));
+        assert!(matches!(Dtype::parse("fp23").unwrap_err(), PlanError::UnknownDtype { .. }));
+        assert!(matches!(Dtype::parse("").unwrap_err(), PlanError::UnknownDtype { .. }));
     }
 }

@@ -25,47 +25,25 @@ pub enum PlanError {
     #[error(
         "one layout holds one dtype and one trainability: {first_name:?} is {first}, {name:?} is {other}; split the parameters with plan.groups first"
     )]
-    MixedLayout {
-        first_name: String,
-        first: Kind,
-        name: String,
-        other: Kind,
-    },
+    MixedLayout { first_name: String, first: Kind, name: String, other: Kind },
 
     #[error(
         "parameter {name:?} appears twice (positions {first} and {second}): names must be unique; give a shared parameter once"
     )]
-    DuplicateParameter {
-        name: String,
-        first: usize,
-        second: usize,
-    },
+    DuplicateParameter { name: String, first: usize, second: usize },
 
     #[error(
         "parameter {name:?} is in unit {first_unit:?} and in unit {second_unit:?}: each parameter belongs to exactly one unit; give a shared parameter to the first unit that uses it"
     )]
-    DuplicateAcrossUnits {
-        name: String,
-        first_unit: String,
-        second_unit: String,
-    },
+    DuplicateAcrossUnits { name: String, first_unit: String, second_unit: String },
 
     #[error("{what} is {value}: expected {expected}")]
-    OutOfRange {
-        what: &'static str,
-        value: i128,
-        expected: &'static str,
-    },
+    OutOfRange { what: &'static str, value: i128, expected: &'static str },
 
     #[error(
         "the flat buffer is too large: {numel} elements of {dtype}, padded for {num_shards} shards, do not fit into 2^63 - 1 bytes; check num_shards and the numel of {name:?}"
     )]
-    TooLarge {
-        name: String,
-        numel: u128,
-        dtype: Dtype,
-        num_shards: u64,
-    },
+    TooLarge { name: String, numel: u128, dtype: Dtype, num_shards: u64 },
 
     #[error("rank {rank} is out of range: the layout has {num_shards} shards (ranks 0 to {})", num_shards - 1)]
     RankOutOfRange { rank: i128, num_shards: u64 },
@@ -81,51 +59,32 @@ impl PlanError {
     /// A number of shards below 1.
     #[must_use]
     pub fn num_shards(value: impl Into<i128>) -> Self {
-        Self::OutOfRange {
-            what: "num_shards",
-            value: value.into(),
-            expected: "at least 1",
-        }
+        Self::OutOfRange { what: "num_shards", value: value.into(), expected: "at least 1" }
     }
 
     /// A shard alignment that is no power of two, or below [`PARAM_ALIGNMENT`](crate::layout::PARAM_ALIGNMENT).
     #[must_use]
     pub fn alignment(value: impl Into<i128>) -> Self {
-        Self::OutOfRange {
-            what: "alignment",
-            value: value.into(),
-            expected: "a power of two of at least 16 bytes",
-        }
+        Self::OutOfRange { what: "alignment", value: value.into(), expected: "a power of two of at least 16 bytes" }
     }
 
     /// A segment limit below 1.
     #[must_use]
     pub fn segment_nbytes(value: impl Into<i128>) -> Self {
         let expected = "at least 1 byte, or None for no limit";
-        Self::OutOfRange {
-            what: "segment_nbytes",
-            value: value.into(),
-            expected,
-        }
+        Self::OutOfRange { what: "segment_nbytes", value: value.into(), expected }
     }
 
     /// A negative number of elements, or one beyond any buffer.
     #[must_use]
     pub fn numel(value: impl Into<i128>) -> Self {
-        Self::OutOfRange {
-            what: "numel",
-            value: value.into(),
-            expected: "0 to 2^63 - 1 elements",
-        }
+        Self::OutOfRange { what: "numel", value: value.into(), expected: "0 to 2^63 - 1 elements" }
     }
 
     /// The same error, with the name of the parameter in front.
     #[must_use]
     pub fn in_parameter(self, name: &str) -> Self {
-        Self::BadParameter {
-            name: name.to_owned(),
-            reason: Box::new(self),
-        }
+        Self::BadParameter { name: name.to_owned(), reason: Box::new(self) }
     }
 }
 
@@ -140,12 +99,7 @@ pub struct Kind {
 
 impl std::fmt::Display for Kind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "{} {}",
-            if self.trainable { "trainable" } else { "frozen" },
-            self.dtype
-        )
+        write!(f, "{} {}", if self.trainable { "trainable" } else { "frozen" }, self.dtype)
     }
 }
 

@@ -21,13 +21,7 @@ impl FlatLayout {
         let table = Table::new(columns, self.entries().len(), |index| {
             let entry = &self.entries()[index];
             let nbytes = entry.numel * self.dtype().itemsize();
-            [
-                entry.name.clone(),
-                count(entry.numel),
-                count(entry.offset),
-                bytes(nbytes),
-                self.ranks(entry),
-            ]
+            [entry.name.clone(), count(entry.numel), count(entry.offset), bytes(nbytes), self.ranks(entry)]
         });
         format!("{self}\n{table}")
     }
@@ -37,15 +31,8 @@ impl FlatLayout {
         if entry.numel == 0 {
             return "-".to_owned();
         }
-        let (first, last) = (
-            entry.offset / self.shard_numel(),
-            (entry.end() - 1) / self.shard_numel(),
-        );
-        if first == last {
-            first.to_string()
-        } else {
-            format!("{first}-{last}")
-        }
+        let (first, last) = (entry.offset / self.shard_numel(), (entry.end() - 1) / self.shard_numel());
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
     }
 
     /// Elements of padding, between parameters and at the end.
@@ -89,13 +76,8 @@ impl ShardPlan {
             ("reduced", Align::Right),
         ];
         let mut turns = vec![None; self.groups().len()];
-        self.reduce_order()
-            .iter()
-            .enumerate()
-            .for_each(|(turn, &index)| turns[index] = Some(turn));
-        let table = Table::new(columns, self.groups().len(), |index| {
-            self.row(index, turns[index])
-        });
+        self.reduce_order().iter().enumerate().for_each(|(turn, &index)| turns[index] = Some(turn));
+        let table = Table::new(columns, self.groups().len(), |index| self.row(index, turns[index]));
         format!("{self}\n{table}")
     }
 
@@ -105,11 +87,7 @@ impl ShardPlan {
         let unit = self.units()[group.unit].as_str();
         [
             index.to_string(),
-            if unit.is_empty() {
-                "(root)".to_owned()
-            } else {
-                unit.to_owned()
-            },
+            if unit.is_empty() { "(root)".to_owned() } else { unit.to_owned() },
             layout.kind().to_string(),
             count(layout.entries().len() as u64),
             count(layout.numel()),
@@ -124,11 +102,7 @@ impl ShardPlan {
 /// The plan on one line.
 impl fmt::Display for ShardPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let nbytes: u128 = self
-            .groups()
-            .iter()
-            .map(|group| u128::from(group.layout.padded_nbytes()))
-            .sum();
+        let nbytes: u128 = self.groups().iter().map(|group| u128::from(group.layout.padded_nbytes())).sum();
         let num_shards = self.sharding().num_shards();
         let total = |nbytes: u128| bytes(u64::try_from(nbytes).unwrap_or(u64::MAX));
         write!(

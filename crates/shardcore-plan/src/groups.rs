@@ -14,11 +14,7 @@ use crate::names;
 ///
 /// # Errors
 /// Those of [`FlatLayout::new`], with duplicate names found across all layouts.
-pub fn split(
-    params: Vec<Param>,
-    sharding: Sharding,
-    segment_nbytes: Option<NonZeroU64>,
-) -> Result<Vec<FlatLayout>> {
+pub fn split(params: Vec<Param>, sharding: Sharding, segment_nbytes: Option<NonZeroU64>) -> Result<Vec<FlatLayout>> {
     check_unique(&params)?;
     split_unique(params, sharding, segment_nbytes)
 }
@@ -29,12 +25,8 @@ pub(crate) fn split_unique(
     sharding: Sharding,
     segment_nbytes: Option<NonZeroU64>,
 ) -> Result<Vec<FlatLayout>> {
-    let segments = by_kind(params)
-        .into_iter()
-        .flat_map(|kind| segments(kind, segment_nbytes));
-    segments
-        .map(|segment| FlatLayout::new(segment, sharding))
-        .collect()
+    let segments = by_kind(params).into_iter().flat_map(|kind| segments(kind, segment_nbytes));
+    segments.map(|segment| FlatLayout::new(segment, sharding)).collect()
 }
 
 fn by_kind(params: Vec<Param>) -> Vec<Vec<Param>> {
@@ -71,11 +63,9 @@ fn segments(params: Vec<Param>, segment_nbytes: Option<NonZeroU64>) -> Vec<Vec<P
 
 fn check_unique(params: &[Param]) -> Result<()> {
     let all: Vec<&str> = params.iter().map(|param| param.name.as_str()).collect();
-    names::sorted_unique(&all)
-        .map(drop)
-        .map_err(|(first, second)| PlanError::DuplicateParameter {
-            name: all[first].to_owned(),
-            first,
-            second,
-        })
+    names::sorted_unique(&all).map(drop).map_err(|(first, second)| PlanError::DuplicateParameter {
+        name: all[first].to_owned(),
+        first,
+        second,
+    })
 }

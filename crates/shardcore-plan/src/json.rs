@@ -67,12 +67,7 @@ impl<'a> GroupDocument<'a> {
     fn into_params(self) -> impl Iterator<Item = Param> {
         let (dtype, trainable) = (self.dtype, self.trainable);
         let entries = self.entries.into_owned().into_iter();
-        entries.map(move |Entry { name, numel, .. }| Param {
-            name,
-            numel,
-            dtype,
-            trainable,
-        })
+        entries.map(move |Entry { name, numel, .. }| Param { name, numel, dtype, trainable })
     }
 }
 
@@ -107,14 +102,8 @@ impl ShardPlan {
     /// (`name` and `groups`, each as in [`FlatLayout::to_json`]) and `reduce_order`.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let mut units: Vec<UnitDocument> = self
-            .units()
-            .iter()
-            .map(|name| UnitDocument {
-                name: name.into(),
-                groups: Vec::new(),
-            })
-            .collect();
+        let mut units: Vec<UnitDocument> =
+            self.units().iter().map(|name| UnitDocument { name: name.into(), groups: Vec::new() }).collect();
         for Group { unit, layout } in self.groups() {
             units[*unit].groups.push(GroupDocument::of(layout));
         }
@@ -137,11 +126,7 @@ impl ShardPlan {
         let sharding = Sharding::new(document.num_shards, document.alignment)?;
         let units = document.units.into_iter().map(|unit| Unit {
             name: unit.name.into_owned(),
-            params: unit
-                .groups
-                .into_iter()
-                .flat_map(GroupDocument::into_params)
-                .collect(),
+            params: unit.groups.into_iter().flat_map(GroupDocument::into_params).collect(),
         });
         let plan = Self::new(units.collect(), sharding, document.segment_nbytes)?;
         check_consistent(text, &plan.to_json())?;
@@ -161,9 +146,7 @@ fn read<'a, D: Deserialize<'a>>(text: &'a str, format: &str) -> Result<D> {
     }
     let header: Header = serde_json::from_str(text).map_err(bad_document)?;
     if header.format != format {
-        return Err(PlanError::BadDocument {
-            reason: format!("expected format {format:?}, got {:?}", header.format),
-        });
+        return Err(PlanError::BadDocument { reason: format!("expected format {format:?}, got {:?}", header.format) });
     }
     serde_json::from_str(text).map_err(bad_document)
 }
@@ -173,15 +156,12 @@ fn check_consistent(document: &str, planned: &str) -> Result<()> {
     let Some(difference) = first_difference(document, planned)? else {
         return Ok(());
     };
-    let reason = format!(
-        "it contradicts itself (first: as written, second: as planned from its parameters): {difference}"
-    );
+    let reason =
+        format!("it contradicts itself (first: as written, second: as planned from its parameters): {difference}");
     Err(PlanError::BadDocument { reason })
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
 fn bad_document(error: serde_json::Error) -> PlanError {
-    PlanError::BadDocument {
-        reason: error.to_string(),
-    }
+    PlanError::BadDocument { reason: error.to_string() }
 }

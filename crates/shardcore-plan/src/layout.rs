@@ -35,10 +35,7 @@ impl Param {
     /// What this parameter must share with its neighbours in a layout.
     #[must_use]
     pub fn kind(&self) -> Kind {
-        Kind {
-            dtype: self.dtype,
-            trainable: self.trainable,
-        }
+        Kind { dtype: self.dtype, trainable: self.trainable }
     }
 }
 
@@ -61,10 +58,7 @@ impl Sharding {
         if alignment < PARAM_ALIGNMENT || !alignment.is_power_of_two() {
             return Err(PlanError::alignment(alignment));
         }
-        Ok(Self {
-            num_shards,
-            alignment,
-        })
+        Ok(Self { num_shards, alignment })
     }
 
     /// Number of shards, at least 1.
@@ -147,13 +141,7 @@ impl FlatLayout {
             return Err(too_large(name, cursor.end.into(), kind.dtype, sharding));
         };
         let by_name = sorted_by_name(&entries)?;
-        Ok(Self {
-            kind,
-            sharding,
-            entries,
-            by_name,
-            padded_numel,
-        })
+        Ok(Self { kind, sharding, entries, by_name, padded_numel })
     }
 
     /// What all parameters share.
@@ -227,15 +215,10 @@ impl FlatLayout {
     /// # Errors
     /// [`PlanError::UnknownParameter`].
     pub fn offset(&self, name: &str) -> Result<u64> {
-        let found = self
-            .by_name
-            .binary_search_by(|&index| self.entries[index].name.as_str().cmp(name));
+        let found = self.by_name.binary_search_by(|&index| self.entries[index].name.as_str().cmp(name));
         match found {
             Ok(place) => Ok(self.entries[self.by_name[place]].offset),
-            Err(_) => Err(PlanError::UnknownParameter {
-                name: name.to_owned(),
-                num_params: self.entries.len(),
-            }),
+            Err(_) => Err(PlanError::UnknownParameter { name: name.to_owned(), num_params: self.entries.len() }),
         }
     }
 
@@ -245,10 +228,7 @@ impl FlatLayout {
     /// [`PlanError::RankOutOfRange`].
     pub fn ranges(&self, rank: u64) -> Result<impl Iterator<Item = ParamRange<'_>>> {
         let (start, stop) = self.shard_bounds(rank)?;
-        let pieces = self
-            .overlapping(start, stop)
-            .iter()
-            .filter(|entry| entry.numel > 0);
+        let pieces = self.overlapping(start, stop).iter().filter(|entry| entry.numel > 0);
         Ok(pieces.map(move |entry| ParamRange {
             name: &entry.name,
             start: start.saturating_sub(entry.offset),
@@ -274,10 +254,7 @@ impl FlatLayout {
     fn shard_bounds(&self, rank: u64) -> Result<(u64, u64)> {
         let num_shards = self.sharding.num_shards;
         if rank >= num_shards {
-            return Err(PlanError::RankOutOfRange {
-                rank: rank.into(),
-                num_shards,
-            });
+            return Err(PlanError::RankOutOfRange { rank: rank.into(), num_shards });
         }
         let start = rank * self.shard_numel();
         Ok((start, start + self.shard_numel()))
@@ -300,17 +277,12 @@ pub(crate) struct Cursor {
 
 impl Cursor {
     pub(crate) fn new(dtype: Dtype) -> Self {
-        Self {
-            itemsize: dtype.itemsize(),
-            end: 0,
-        }
+        Self { itemsize: dtype.itemsize(), end: 0 }
     }
 
     /// Gives the parameter's offset and moves behind it; `None` when the buffer would be too large.
     pub(crate) fn place(&mut self, numel: u64) -> Option<u64> {
-        let offset = self
-            .end
-            .checked_next_multiple_of(PARAM_ALIGNMENT / self.itemsize)?;
+        let offset = self.end.checked_next_multiple_of(PARAM_ALIGNMENT / self.itemsize)?;
         let end = offset.checked_add(numel)?;
         if end > MAX_NBYTES / self.itemsize {
             return None;
@@ -326,9 +298,7 @@ impl Cursor {
 
     /// Elements once padded to `num_shards` aligned shards; `None` when the buffer would be too large.
     fn padded(self, sharding: Sharding) -> Option<u64> {
-        let quantum = sharding
-            .num_shards
-            .checked_mul(sharding.alignment / self.itemsize)?;
+        let quantum = sharding.num_shards.checked_mul(sharding.alignment / self.itemsize)?;
         let padded = self.end.checked_next_multiple_of(quantum)?;
         (padded <= MAX_NBYTES / self.itemsize).then_some(padded)
     }
@@ -336,10 +306,7 @@ impl Cursor {
 
 fn common_kind(params: &[Param]) -> Result<Kind> {
     let Some(first) = params.first() else {
-        return Ok(Kind {
-            dtype: Dtype::Fp32,
-            trainable: false,
-        });
+        return Ok(Kind { dtype: Dtype::Fp32, trainable: false });
     };
     match params.iter().find(|param| param.kind() != first.kind()) {
         None => Ok(first.kind()),
@@ -362,12 +329,7 @@ fn sorted_by_name(entries: &[Entry]) -> Result<Vec<usize>> {
 }
 
 fn too_large(name: String, numel: u128, dtype: Dtype, sharding: Sharding) -> PlanError {
-    PlanError::TooLarge {
-        name,
-        numel,
-        dtype,
-        num_shards: sharding.num_shards,
-    }
+    PlanError::TooLarge { name, numel, dtype, num_shards: sharding.num_shards }
 }
 
 #[cfg(test)]
@@ -389,11 +351,7 @@ mod tests {
             let (start, stop) = layout.shard_bounds(rank).unwrap();
             let seen = layout.overlapping(start, stop);
             assert!(seen.iter().filter(|entry| entry.numel > 0).count() <= 2);
-            assert!(
-                seen.len() <= 4,
-                "empty parameters between two others: {}",
-                seen.len()
-            );
+            assert!(seen.len() <= 4, "empty parameters between two others: {}", seen.len());
         }
     }
 }

@@ -48,19 +48,10 @@ impl ShardPlan {
         for (unit, Unit { name, params }) in units.into_iter().enumerate() {
             unit_names.push(name);
             let layouts = groups::split_unique(params, sharding, segment_nbytes)?;
-            all_groups.extend(layouts.into_iter().map(|layout| Group {
-                unit,
-                layout: Arc::new(layout),
-            }));
+            all_groups.extend(layouts.into_iter().map(|layout| Group { unit, layout: Arc::new(layout) }));
         }
         let reduce_order = bucket::reduce_order(&all_groups);
-        Ok(Self {
-            sharding,
-            segment_nbytes,
-            units: unit_names,
-            groups: all_groups,
-            reduce_order,
-        })
+        Ok(Self { sharding, segment_nbytes, units: unit_names, groups: all_groups, reduce_order })
     }
 
     /// Number of shards and their alignment.
@@ -95,32 +86,17 @@ impl ShardPlan {
 }
 
 fn check_unique(units: &[Unit]) -> Result<()> {
-    let owners = units
-        .iter()
-        .enumerate()
-        .flat_map(|(index, unit)| repeat_n(index, unit.params.len()));
+    let owners = units.iter().enumerate().flat_map(|(index, unit)| repeat_n(index, unit.params.len()));
     let owners: Vec<usize> = owners.collect();
-    let all: Vec<&str> = units
-        .iter()
-        .flat_map(|unit| &unit.params)
-        .map(|param| param.name.as_str())
-        .collect();
+    let all: Vec<&str> = units.iter().flat_map(|unit| &unit.params).map(|param| param.name.as_str()).collect();
     let Err((first, second)) = names::sorted_unique(&all) else {
         return Ok(());
     };
     let name = all[first].to_owned();
     if owners[first] == owners[second] {
         let start = owners.partition_point(|&owner| owner < owners[first]);
-        return Err(PlanError::DuplicateParameter {
-            name,
-            first: first - start,
-            second: second - start,
-        });
+        return Err(PlanError::DuplicateParameter { name, first: first - start, second: second - start });
     }
     let unit_name = |position: usize| units[owners[position]].name.clone();
-    Err(PlanError::DuplicateAcrossUnits {
-        name,
-        first_unit: unit_name(first),
-        second_unit: unit_name(second),
-    })
+    Err(PlanError::DuplicateAcrossUnits { name, first_unit: unit_name(first), second_unit: unit_name(second) })
 }

@@ -19,23 +19,11 @@ pub(crate) struct Table<'a, const N: usize> {
 
 impl<'a, const N: usize> Table<'a, N> {
     /// A table of `len` rows, of which `row` renders the one at an index.
-    pub(crate) fn new(
-        columns: [(&'a str, Align); N],
-        len: usize,
-        row: impl Fn(usize) -> [String; N],
-    ) -> Self {
+    pub(crate) fn new(columns: [(&'a str, Align); N], len: usize, row: impl Fn(usize) -> [String; N]) -> Self {
         // One row more than at both ends is shown as well: a line that says "1 more" would take the same place.
-        let omitted = if len > 2 * ROWS_AT_EACH_END + 1 {
-            len - 2 * ROWS_AT_EACH_END
-        } else {
-            0
-        };
+        let omitted = if len > 2 * ROWS_AT_EACH_END + 1 { len - 2 * ROWS_AT_EACH_END } else { 0 };
         let shown = (0..len).filter(|&index| index < ROWS_AT_EACH_END || index >= ROWS_AT_EACH_END + omitted);
-        Self {
-            columns,
-            rows: shown.map(row).collect(),
-            omitted,
-        }
+        Self { columns, rows: shown.map(row).collect(), omitted }
     }
 }
 
@@ -43,21 +31,13 @@ impl<const N: usize> std::fmt::Display for Table<'_, N> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let header = self.columns.map(|(title, _)| title.to_owned());
         let widths: [usize; N] = std::array::from_fn(|column| {
-            std::iter::once(&header)
-                .chain(&self.rows)
-                .map(|row| row[column].chars().count())
-                .max()
-                .unwrap_or(0)
+            std::iter::once(&header).chain(&self.rows).map(|row| row[column].chars().count()).max().unwrap_or(0)
         });
         let line = |row: &[String; N]| {
-            let cells =
-                row.iter()
-                    .zip(widths)
-                    .zip(self.columns)
-                    .map(|((cell, width), (_, align))| match align {
-                        Align::Left => format!("{cell:<width$}"),
-                        Align::Right => format!("{cell:>width$}"),
-                    });
+            let cells = row.iter().zip(widths).zip(self.columns).map(|((cell, width), (_, align))| match align {
+                Align::Left => format!("{cell:<width$}"),
+                Align::Right => format!("{cell:>width$}"),
+            });
             cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
         };
         f.write_str(&line(&header))?;
@@ -112,23 +92,11 @@ mod tests {
 
     #[test]
     fn numbers_read_well() {
-        assert_eq!(
-            [count(0), count(999), count(1000), count(1_234_567)],
-            ["0", "999", "1,000", "1,234,567"]
-        );
-        assert_eq!(
-            [bytes(0), bytes(1023), bytes(1024), bytes(1536)],
-            ["0 B", "1023 B", "1.0 KiB", "1.5 KiB"]
-        );
+        assert_eq!([count(0), count(999), count(1000), count(1_234_567)], ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!([bytes(0), bytes(1023), bytes(1024), bytes(1536)], ["0 B", "1023 B", "1.0 KiB", "1.5 KiB"]);
         assert_eq!([bytes(10 << 30), bytes(u64::MAX)], ["10.0 GiB", "15.9 EiB"]);
-        assert_eq!(
-            [percent(1, 8), percent(0, 0), percent(7, 7)],
-            ["12.5%", "0.0%", "100.0%"]
-        );
-        assert_eq!(
-            [counted(1, "shard"), counted(2000, "shard")],
-            ["1 shard", "2,000 shards"]
-        );
+        assert_eq!([percent(1, 8), percent(0, 0), percent(7, 7)], ["12.5%", "0.0%", "100.0%"]);
+        assert_eq!([counted(1, "shard"), counted(2000, "shard")], ["1 shard", "2,000 shards"]);
     }
 
     #[test]
@@ -144,9 +112,7 @@ mod tests {
     #[test]
     fn columns_are_aligned() {
         let columns = [("name", Align::Left), ("numel", Align::Right)];
-        let table = Table::new(columns, 2, |index| {
-            ["ab".repeat(index * 3), (10 * index).to_string()]
-        });
+        let table = Table::new(columns, 2, |index| ["ab".repeat(index * 3), (10 * index).to_string()]);
         assert_eq!(table.to_string(), "name    numel\n            0\nababab     10");
     }
 }

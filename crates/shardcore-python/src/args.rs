@@ -30,11 +30,7 @@ impl<'py> FromPyObject<'_, 'py> for Params {
         type_hint_subscript!(type_hint_identifier!("collections.abc", "Iterable"), PARAM_TYPE);
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object
-            .try_iter()?
-            .map(|item| param(&item?))
-            .collect::<PyResult<_>>()
-            .map(Self)
+        object.try_iter()?.map(|item| param(&item?)).collect::<PyResult<_>>().map(Self)
     }
 }
 
@@ -55,20 +51,13 @@ impl<'py> FromPyObject<'_, 'py> for Units {
     );
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object
-            .try_iter()?
-            .map(|item| unit(&item?))
-            .collect::<PyResult<_>>()
-            .map(Self)
+        object.try_iter()?.map(|item| unit(&item?)).collect::<PyResult<_>>().map(Self)
     }
 }
 
 fn unit(object: &Bound<'_, PyAny>) -> PyResult<Unit> {
     let [name, params] = fields(object, "a unit is (name, [(name, numel, dtype, trainable), ...])")?;
-    Ok(Unit {
-        name: name.extract()?,
-        params: params.extract::<Params>()?.0,
-    })
+    Ok(Unit { name: name.extract()?, params: params.extract::<Params>()?.0 })
 }
 
 fn param(object: &Bound<'_, PyAny>) -> PyResult<Param> {
@@ -77,22 +66,12 @@ fn param(object: &Bound<'_, PyAny>) -> PyResult<Param> {
     let checked = |error: PlanError| CoreError::from(error.in_parameter(&name));
     let numel = numel(&count)?.map_err(checked)?;
     let dtype = Dtype::parse(dtype.extract()?).map_err(checked)?;
-    Ok(Param {
-        name,
-        numel,
-        dtype,
-        trainable: trainable.extract()?,
-    })
+    Ok(Param { name, numel, dtype, trainable: trainable.extract()? })
 }
 
 /// The fields of a tuple or list of exactly `N`.
-fn fields<'py, const N: usize>(
-    object: &Bound<'py, PyAny>,
-    expected: &str,
-) -> PyResult<[Bound<'py, PyAny>; N]> {
-    object
-        .extract()
-        .map_err(|_| PyTypeError::new_err(format!("{expected}, got {object:?}")))
+fn fields<'py, const N: usize>(object: &Bound<'py, PyAny>, expected: &str) -> PyResult<[Bound<'py, PyAny>; N]> {
+    object.extract().map_err(|_| PyTypeError::new_err(format!("{expected}, got {object:?}")))
 }
 
 /// Outer error: not an integer. Inner error: an integer that counts nothing.

@@ -32,6 +32,5 @@ pub(crate) fn run_infallible<T: Send>(py: Python<'_>, work: impl FnOnce() -> T +
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "panic".to_owned())
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panic".to_owned())
 }

@@ -82,11 +82,7 @@ impl PyShardLayout {
 
     /// The parameters as ``(name, numel, offset)``, in the order of the buffer.
     fn entries(&self) -> Vec<(&str, u64, u64)> {
-        self.0
-            .entries()
-            .iter()
-            .map(|entry| (entry.name.as_str(), entry.numel, entry.offset))
-            .collect()
+        self.0.entries().iter().map(|entry| (entry.name.as_str(), entry.numel, entry.offset)).collect()
     }
 
     /// What one rank holds: ``(name, start, stop, shard_offset)``, in the order of its shard.
@@ -97,9 +93,7 @@ impl PyShardLayout {
         let num_shards = self.0.num_shards();
         let rank = u64::try_from(rank).map_err(|_| PlanError::RankOutOfRange { rank, num_shards })?;
         let ranges = self.0.ranges(rank)?;
-        Ok(ranges
-            .map(|range| (range.name, range.start, range.stop, range.shard_offset))
-            .collect())
+        Ok(ranges.map(|range| (range.name, range.start, range.stop, range.shard_offset)).collect())
     }
 
     /// The padding: maximal runs ``(start, stop)`` of the flat buffer that belong to no parameter.
@@ -184,9 +178,7 @@ impl PyShardPlan {
     #[getter]
     fn groups(&self) -> Vec<(usize, PyShardLayout)> {
         let groups = self.0.groups().iter();
-        groups
-            .map(|group| (group.unit, PyShardLayout(Arc::clone(&group.layout))))
-            .collect()
+        groups.map(|group| (group.unit, PyShardLayout(Arc::clone(&group.layout)))).collect()
     }
 
     /// Indices of the trainable groups in the order in which their gradients are reduced: the last unit's come first.
@@ -263,13 +255,8 @@ pub(crate) fn groups(
     segment_nbytes: Option<i128>,
     alignment: i128,
 ) -> PyResult<Vec<PyShardLayout>> {
-    let layouts = gil::run(py, || {
-        grouping::split(
-            params.0,
-            sharding(num_shards, alignment)?,
-            segment_limit(segment_nbytes)?,
-        )
-    })?;
+    let layouts =
+        gil::run(py, || grouping::split(params.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?))?;
     Ok(layouts.into_iter().map(PyShardLayout::from).collect())
 }
 
@@ -288,13 +275,8 @@ pub(crate) fn plan_shards(
     segment_nbytes: Option<i128>,
     alignment: i128,
 ) -> PyResult<PyShardPlan> {
-    let plan = gil::run(py, || {
-        ShardPlan::new(
-            units.0,
-            sharding(num_shards, alignment)?,
-            segment_limit(segment_nbytes)?,
-        )
-    })?;
+    let plan =
+        gil::run(py, || ShardPlan::new(units.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?))?;
     Ok(PyShardPlan(plan))
 }
 

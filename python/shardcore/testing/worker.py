@@ -181,6 +181,8 @@ def _prepare_process(stack_path: str, log_path: str) -> None:
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    # torch asks the name server for the name of each peer, for its messages: one that is slow must not slow the tests.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     gc.freeze()  # what the fork server preloaded is not garbage: keep each job's collection short
 
 

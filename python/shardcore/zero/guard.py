@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardcore import _torch_private as private
+from shardcore.errors import StateError
 from shardcore.protocols import ParameterSlot, find_slot
 
 _DATA_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -58,7 +59,7 @@ class Guard:
     ) -> Any:
         if _reads_metadata(func):
             return private.plain_call(func, args, kwargs)
-        if func is torch.Tensor.__repr__:
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return _describe(args[0])
         for slot in _guarded(args, kwargs):
             answer = slot.group.on_guarded_use(slot, func)
@@ -87,8 +88,9 @@ def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterable[P
         value = pending.pop()
         if isinstance(value, Guard):
             slot = find_slot(value)  # type: ignore[arg-type]  # every guard is also a Parameter
-            if slot is not None:
-                yield slot
+            if slot is None:
+                raise StateError("this parameter's data were released by a sharded model that no longer exists")
+            yield slot
         elif isinstance(value, (list, tuple)):
             pending.extend(value)
 

@@ -8,6 +8,7 @@ of its parameters is still to come.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from shardcore.zero.trees import map_tensors, tensors_in
 def install(root: Root) -> None:
     """Put the hooks of ``root`` on its module, units and parameters. ``torch.compile`` leaves them alone."""
     gradient_hooks = {g: _GradientHooks(root, g, g.grads) for g in root.groups if g.grads is not None}
+    root.gradient_hooks = gradient_hooks
     if root.needs_unit_hooks:
         for unit in root.units:
             hooks = _UnitHooks(root, unit, gradient_hooks)
@@ -65,26 +67,36 @@ class _GradientHooks:
 
     def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
         index = slot.index
+        # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook that
+        # held its model would keep it for ever.
+        hooks = weakref.ref(self)
 
         @private.not_traced
         def on_gradient(param: torch.Tensor) -> None:
-            grad = param.grad
-            if grad is None:
-                return
-            _refuse_double_backward()
-            self._root.begin_backward()
-            self.is_complete()
-            self._root.window.note_gradient(self._group)
-            self._grads.accumulate(index, grad)
-            if not self._grads.holds(index, grad):
-                param.grad = None
-            self._missing.discard(index)
-            if not self._missing:
-                self._root.window.mark_ready(self._group)
-                for callback in self.on_complete:
-                    callback()
+            alive = hooks()
+            if alive is not None and param.grad is not None:
+                alive.take_gradient(index, param)
 
         return on_gradient
+
+    def take_gradient(self, index: int, param: torch.Tensor) -> None:
+        """Move ``param.grad`` into the group's buffer; start what its completion allows."""
+        _refuse_double_backward()
+        grad = param.grad
+        if grad is None:
+            return
+        self._root.begin_backward()
+        self.is_complete()
+        self._root.window.note_gradient(self._group)
+        self._grads.accumulate(index, grad)
+        if not self._grads.holds(index, grad):
+            param.grad = None
+        self._missing.discard(index)
+        if not self._missing:
+            del grad  # the reduction starts without autograd's tensor in memory
+            self._root.window.mark_ready(self._group)
+            for callback in self.on_complete:
+                callback()
 
 
 @dataclass(eq=False, slots=True)

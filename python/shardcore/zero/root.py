@@ -77,6 +77,8 @@ class Root:
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
+        self.gradient_hooks: dict[ShardGroup, Any] = {}
+        """What ``hooks.install`` put on the parameters, which hold it weakly."""
         self.forward_depth = 0
         self.backward_running = False
         self.active: list[Unit] = []

@@ -8,9 +8,7 @@ pub(crate) fn numel() -> impl Strategy<Value = u64> {
     prop_oneof![
         Just(0),
         Just(1),
-        prop::sample::select(vec![
-            2_u64, 3, 7, 8, 15, 16, 17, 31, 127, 128, 129, 251, 509, 1021
-        ]),
+        prop::sample::select(vec![2_u64, 3, 7, 8, 15, 16, 17, 31, 127, 128, 129, 251, 509, 1021]),
         0_u64..2_000,
     ]
 }
@@ -28,14 +26,7 @@ pub(crate) fn sharding() -> impl Strategy<Value = Sharding> {
 pub(crate) fn uniform_params(max: usize) -> impl Strategy<Value = Vec<Param>> {
     (dtype(), any::<bool>(), prop::collection::vec(numel(), 0..max)).prop_map(|(dtype, trainable, numels)| {
         let numbered = numels.into_iter().enumerate();
-        numbered
-            .map(|(index, numel)| Param {
-                name: format!("p{index}"),
-                numel,
-                dtype,
-                trainable,
-            })
-            .collect()
+        numbered.map(|(index, numel)| Param { name: format!("p{index}"), numel, dtype, trainable }).collect()
     })
 }
 
@@ -45,12 +36,7 @@ pub(crate) fn mixed_params(max: usize) -> impl Strategy<Value = Vec<Param>> {
     prop::collection::vec((numel(), dtype, any::<bool>()), 0..max).prop_map(|rows| {
         let numbered = rows.into_iter().enumerate();
         numbered
-            .map(|(index, (numel, dtype, trainable))| Param {
-                name: format!("p{index}"),
-                numel,
-                dtype,
-                trainable,
-            })
+            .map(|(index, (numel, dtype, trainable))| Param { name: format!("p{index}"), numel, dtype, trainable })
             .collect()
     })
 }

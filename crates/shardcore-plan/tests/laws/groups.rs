@@ -12,10 +12,7 @@ fn segment(nbytes: u64) -> Option<NonZeroU64> {
 
 /// Bytes up to the end of the last parameter: what a segment limit counts.
 fn content_nbytes(layout: &FlatLayout) -> u64 {
-    layout
-        .entries()
-        .last()
-        .map_or(0, |entry| entry.end() * layout.dtype().itemsize())
+    layout.entries().last().map_or(0, |entry| entry.end() * layout.dtype().itemsize())
 }
 
 /// Where the parameter named `p7` stood in the input.
@@ -82,12 +79,7 @@ proptest! {
 
 #[test]
 fn a_parameter_above_the_limit_stands_alone() {
-    let param = |name: &str, numel| Param {
-        name: name.to_owned(),
-        numel,
-        dtype: Dtype::Fp32,
-        trainable: true,
-    };
+    let param = |name: &str, numel| Param { name: name.to_owned(), numel, dtype: Dtype::Fp32, trainable: true };
     let params = vec![param("p0", 4), param("p1", 1_000), param("p2", 4), param("p3", 4)];
     let layouts = groups::split(params, Sharding::new(2, 16).unwrap(), segment(64)).unwrap();
     let counts: Vec<usize> = layouts.iter().map(|layout| layout.entries().len()).collect();
@@ -96,40 +88,20 @@ fn a_parameter_above_the_limit_stands_alone() {
 
 #[test]
 fn one_name_in_two_kinds_is_refused() {
-    let param = |dtype| Param {
-        name: "w".to_owned(),
-        numel: 4,
-        dtype,
-        trainable: true,
-    };
+    let param = |dtype| Param { name: "w".to_owned(), numel: 4, dtype, trainable: true };
     let params = vec![param(Dtype::Fp32), param(Dtype::Bf16)];
-    let expected = PlanError::DuplicateParameter {
-        name: "w".to_owned(),
-        first: 0,
-        second: 1,
-    };
-    assert_eq!(
-        groups::split(params, Sharding::new(2, 16).unwrap(), None),
-        Err(expected)
-    );
+    let expected = PlanError::DuplicateParameter { name: "w".to_owned(), first: 0, second: 1 };
+    assert_eq!(groups::split(params, Sharding::new(2, 16).unwrap(), None), Err(expected));
 }
 
 #[test]
 fn no_parameters_make_no_groups() {
-    assert_eq!(
-        groups::split(vec![], Sharding::new(2, 16).unwrap(), segment(1)),
-        Ok(vec![])
-    );
+    assert_eq!(groups::split(vec![], Sharding::new(2, 16).unwrap(), segment(1)), Ok(vec![]));
 }
 
 #[test]
 fn a_parameter_too_large_for_any_buffer_is_refused_with_a_limit_too() {
-    let param = Param {
-        name: "w".to_owned(),
-        numel: u64::MAX,
-        dtype: Dtype::Fp32,
-        trainable: true,
-    };
+    let param = Param { name: "w".to_owned(), numel: u64::MAX, dtype: Dtype::Fp32, trainable: true };
     let result = groups::split(vec![param], Sharding::new(2, 16).unwrap(), segment(64));
     assert!(matches!(result, Err(PlanError::TooLarge { .. })));
 }

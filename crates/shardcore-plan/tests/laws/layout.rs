@@ -6,12 +6,7 @@ use shardcore_plan::layout::PARAM_ALIGNMENT;
 use shardcore_plan::{Dtype, FlatLayout, Kind, Param, PlanError, Sharding};
 
 fn param(name: &str, numel: u64) -> Param {
-    Param {
-        name: name.to_owned(),
-        numel,
-        dtype: Dtype::Bf16,
-        trainable: true,
-    }
+    Param { name: name.to_owned(), numel, dtype: Dtype::Bf16, trainable: true }
 }
 
 fn four_shards() -> Sharding {
@@ -132,10 +127,7 @@ fn fewer_elements_than_ranks_leaves_ranks_without_ranges() {
 fn empty_layouts_hold_nothing() {
     for params in [vec![], vec![param("a", 0), param("b", 0)]] {
         let layout = FlatLayout::new(params, four_shards()).unwrap();
-        assert_eq!(
-            (layout.padded_numel(), layout.shard_numel(), layout.gaps().count()),
-            (0, 0, 0)
-        );
+        assert_eq!((layout.padded_numel(), layout.shard_numel(), layout.gaps().count()), (0, 0, 0));
         assert!((0..4).all(|rank| layout.ranges(rank).unwrap().next().is_none()));
     }
 }
@@ -143,14 +135,8 @@ fn empty_layouts_hold_nothing() {
 #[test]
 fn mixed_kinds_are_refused_and_the_way_out_is_named() {
     let trainable = param("w", 8);
-    let frozen = Param {
-        trainable: false,
-        ..param("v", 8)
-    };
-    let full = Param {
-        dtype: Dtype::Fp32,
-        ..param("u", 8)
-    };
+    let frozen = Param { trainable: false, ..param("v", 8) };
+    let full = Param { dtype: Dtype::Fp32, ..param("u", 8) };
     for other in [frozen, full] {
         let error = FlatLayout::new(vec![trainable.clone(), other.clone()], four_shards()).unwrap_err();
         assert!(matches!(&error, PlanError::MixedLayout { name, .. } if *name == other.name));
@@ -162,11 +148,7 @@ fn mixed_kinds_are_refused_and_the_way_out_is_named() {
 #[test]
 fn duplicate_names_are_refused_with_their_positions() {
     let params = vec![param("w", 1), param("v", 1), param("w", 2)];
-    let expected = PlanError::DuplicateParameter {
-        name: "w".to_owned(),
-        first: 0,
-        second: 2,
-    };
+    let expected = PlanError::DuplicateParameter { name: "w".to_owned(), first: 0, second: 2 };
     assert_eq!(FlatLayout::new(params, four_shards()), Err(expected));
 }
 
@@ -183,10 +165,7 @@ fn shardings_out_of_range_are_refused() {
 fn ranks_out_of_range_are_refused() {
     let layout = FlatLayout::new(vec![param("w", 8)], four_shards()).unwrap();
     for rank in [4, u64::MAX] {
-        let expected = PlanError::RankOutOfRange {
-            rank: rank.into(),
-            num_shards: 4,
-        };
+        let expected = PlanError::RankOutOfRange { rank: rank.into(), num_shards: 4 };
         assert_eq!(layout.ranges(rank).err(), Some(expected));
     }
 }
@@ -199,29 +178,14 @@ fn buffers_beyond_signed_64_bit_bytes_are_refused() {
         matches!(result, Err(PlanError::TooLarge { .. }))
     };
     assert!(too_large(vec![param("w", u64::MAX)], 1, 16), "one parameter");
-    assert!(
-        too_large(vec![param("w", limit / 2), param("v", limit / 2 + 16)], 1, 16),
-        "the sum"
-    );
+    assert!(too_large(vec![param("w", limit / 2), param("v", limit / 2 + 16)], 1, 16), "the sum");
     assert!(too_large(vec![param("w", limit)], 2, 1 << 62), "the padding");
-    assert!(
-        too_large(vec![param("w", 1)], 1 << 63, 256),
-        "the number of shards"
-    );
-    assert!(
-        !too_large(vec![param("w", limit - 1024)], 2, 256),
-        "the largest that fits"
-    );
+    assert!(too_large(vec![param("w", 1)], 1 << 63, 256), "the number of shards");
+    assert!(!too_large(vec![param("w", limit - 1024)], 2, 256), "the largest that fits");
 }
 
 #[test]
 fn an_empty_layout_reports_frozen_fp32() {
     let layout = FlatLayout::new(vec![], four_shards()).unwrap();
-    assert_eq!(
-        layout.kind(),
-        Kind {
-            dtype: Dtype::Fp32,
-            trainable: false
-        }
-    );
+    assert_eq!(layout.kind(), Kind { dtype: Dtype::Fp32, trainable: false });
 }
