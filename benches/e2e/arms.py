@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ARMS = ("shardcore-1", "shardcore-2", "shardcore-3", "ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 EXTRA_ARMS = ("shardcore-0",)
-OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+OPTIMIZER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 Step = Callable[["torch.Tensor"], "torch.Tensor"]
 """int64 [batch, time + 1] -> this rank's mean loss, detached."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -26,7 +27,7 @@ from torch import nn
 import shardcore as sc
 
 NUM_LAYERS, WIDTH, BATCH, LAYERS_PER_UNIT = 200, 256, 64, 10
-OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "fused": True}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "fused": True}
 AT_MOST = {0: 1.15, 1: 1.15, 2: 1.15, 3: 1.4}
 
 Step = Callable[[torch.Tensor], None]
@@ -69,7 +70,7 @@ def plain() -> Step:
 def native(stage: int) -> Step:
     """``shardcore.shard`` and ``shardcore.optimizer``."""
     model = build_model()
-    sc.shard(model, sc.Mesh(device="cpu"), stage=stage)
+    sc.shard(model, sc.Mesh(device="cpu"), stage=stage, units=[Unit])
     return loop(model, sc.optimizer(torch.optim.AdamW, model, **OPTIONS))
 
 

@@ -404,7 +404,10 @@ def test_c18_frozen_linear_saves_no_weight_of_its_own() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x)
     assert saved
-    assert sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage().data_ptr() not in owned) <= 4 * 2 * 64 * 4
+    assert (
+        sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage().data_ptr() not in owned)
+        <= 4 * 2 * 64 * 4
+    )
     out.sum().backward()
     assert x.grad is not None
     assert num_gathered(model) == 0

@@ -416,7 +416,9 @@ def test_b26_no_sync_reduces_nothing_until_it_is_left(stage: int) -> None:
 def test_b29_an_optimizer_built_before_sharding_trains(stage: int) -> None:
     """The instance keeps its groups by identity; a scheduler made for it, and its own step(), go on working."""
     model = seeded(stack)
-    instance = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}], lr=0.1)
+    instance = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}], lr=0.1
+    )
     schedule = torch.optim.lr_scheduler.StepLR(instance, 1, gamma=0.5)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     sc.shard(model, stage=stage)

@@ -1,8 +1,8 @@
 """A sharded run follows one plain process: every stage, precision, accumulation, clipping and optimizer over the zoo.
 
 fp32 differs from the reference only in the order of sums: 1e-5 after 20 steps. 16-bit runs round the same values at the
-same places, but sum gradients of ranks in another order before one rounding to the 16-bit parameter, which may then fall to
-the neighbouring value (2^-8 of it in bf16, 2^-11 in fp16) and moves later steps: 20 steps stay within 2e-2.
+same places, but sum gradients of ranks in another order before one rounding to the 16-bit parameter, which may then
+fall to the neighbouring value (2^-8 of it in bf16, 2^-11 in fp16) and moves later steps: 20 steps stay within 2e-2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ SIXTEEN_BIT_CASES = [name for name in ZOO if name != "mixed"]  # `mixed` is abou
 PRODUCT = [
     (
         world,
-        Recipe(case=case, stage=stage, precision=precision, accumulation=accumulation, clip=clip, optimizer=optimizer),
+        Recipe(
+            case=case,
+            stage=stage,
+            precision=precision,
+            accumulation=accumulation,
+            clip=clip,
+            optimizer=optimizer,
+            loss_scale=128.0 if precision == "fp16" else None,
+        ),
     )
     for world, stage, precision, accumulation, clip, optimizer in itertools.product(
         (1, 2, 3, 4), (0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 4), (None, 0.1), ("adamw", "sgd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from zero.models import ZOO, Case, rows_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Adam divides by the gradient's own size: where the true gradient is zero (a key's bias in attention) it turns rounding into
-# full steps. This epsilon lies above rounding and below every real gradient here.
+# full steps. This epsilon lies above the rounding of fp32 and below every real gradient here; `options_of` raises it for 16 bits.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}),
     "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
@@ -52,12 +53,12 @@ class Trained:
 def train_sharded(recipe: Recipe, mesh: sc.Mesh | None = None, **shard_options: Any) -> Trained:
     """Train on this rank's rows, by the hand-written loop. Collective."""
     mesh = mesh or sc.Mesh(device="cpu")
-    model = recipe.zoo.model()
+    model = WithLoss(recipe.zoo.model(), recipe.zoo.loss)
     precision = sc.Precision(
         param=None if recipe.precision == "fp32" else recipe.precision, loss_scale=recipe.loss_scale
     )
     sc.shard(model, mesh, stage=recipe.stage, precision=precision, **shard_options)
-    cls, options = OPTIMIZERS[recipe.optimizer]
+    cls, options = options_of(recipe)
     optimizer = sc.optimizer(cls, model, max_grad_norm=recipe.clip, **options)
     optimizer.track_grad_norm = True
     run = Trained(losses=[], norms=[], parameters={})
@@ -65,15 +66,36 @@ def train_sharded(recipe: Recipe, mesh: sc.Mesh | None = None, **shard_options: 
         total = torch.zeros(())
         for micro in range(recipe.accumulation):
             batch = rows_of(recipe.zoo.batch(step, micro), mesh.data_rank, mesh.data_world)
-            loss = recipe.zoo.loss(model, batch)
+            loss = model(batch)
             (loss / recipe.accumulation).backward()
             total += loss.detach() / recipe.accumulation
         optimizer.step()
         optimizer.zero_grad()
         run.losses.append(float(mean_over_ranks(total, mesh)))
         run.norms.append(optimizer.grad_norm or 0.0)
-    run.parameters = whole_parameters(model)
+    run.parameters = {name.removeprefix("model."): value for name, value in whole_parameters(model).items()}
     return run
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss in fp32: there a loss scale enters where the reference applies it."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The mean loss of the batch."""
+        return self.loss(self.model, batch)
+
+
+def options_of(recipe: Recipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and options."""
+    cls, options = OPTIMIZERS[recipe.optimizer]
+    if recipe.optimizer == "adamw" and recipe.precision != "fp32":
+        options = {**options, "eps": 1e-3}
+    return cls, options
 
 
 def train_alone(recipe: Recipe, world: int) -> Trained:
@@ -83,7 +105,7 @@ def train_alone(recipe: Recipe, world: int) -> Trained:
         model.to(DTYPES[recipe.precision])
     trained = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone().requires_grad_() for p in trained]
-    cls, options = OPTIMIZERS[recipe.optimizer]
+    cls, options = options_of(recipe)
     optimizer = cls(masters, **options)
     scale = 2.0**16 if recipe.precision == "fp16" and recipe.loss_scale is None else float(recipe.loss_scale or 1.0)
     run = Trained(losses=[], norms=[], parameters={})
