@@ -82,8 +82,9 @@ def _fsdp2(model: nn.Module) -> Step:
 
 def _deepspeed(model: nn.Module, stage: int, micro_batch: int) -> Step:
     prepare_deepspeed()
-    import deepspeed
     import torch
+
+    import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     engine, _, _, _ = deepspeed.initialize(

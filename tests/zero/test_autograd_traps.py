@@ -418,7 +418,7 @@ def test_c18_frozen_linear_saves_no_weight_of_its_own() -> None:
 def test_exception_in_forward_then_reset_iteration(stage: int) -> None:
     def play(model: nn.Module, step: int, rank: int) -> None:
         if find_root(model) is not None:
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied|shape"):
+            with pytest.raises(RuntimeError, match="shape"):
                 model(torch.ones(2, 5))  # every rank fails alike
             sc.reset_iteration(model)
         play_plain(model, step, rank)

@@ -1,4 +1,6 @@
-"""Clipping, norms, groups of parameters, accumulation: the faults that users of sharded optimizers met, by their names."""
+"""Clipping, norms, groups of parameters, accumulation: the faults that users of sharded optimizers met, by their
+names.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_b10_norm_is_global_and_before_clipping(stage: int) -> None:
 @all_stages
 @spmd(world=2)
 def test_b38_torchs_clip_function_never_clips_by_a_local_norm(stage: int) -> None:
-    """Stage 0 shows whole gradients, so it clips rightly; elsewhere gradients are not on the parameters, and nothing changes."""
+    """Stage 0 shows whole gradients, so it clips rightly; elsewhere gradients are not on the parameters, and nothing
+    changes.
+    """
     model = sc.shard(Vector(), stage=stage)
     optimizer = sc.optimizer(torch.optim.SGD, model, lr=1.0)
     model(torch.tensor([[3.0, 4.0]])).mean().backward()
@@ -565,10 +569,7 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            if self.recompute:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return x
 
 

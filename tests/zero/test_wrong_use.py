@@ -43,7 +43,7 @@ def train_step(model: nn.Module, optimizer: Any, rank: int = 0) -> None:
 @all_stages
 @spmd(world=2)
 def test_step_without_backward(stage: int) -> None:
-    model, optimizer = sharded(stage)
+    _model, optimizer = sharded(stage)
     with pytest.raises(StateError, match=r"step\(\) without gradients"):
         optimizer.step()
 
@@ -250,7 +250,7 @@ def fail_on_rank_1(stage: int) -> str:
             model(torch.ones(3, 7))
         time.sleep(LIMIT_S / 2)  # it is alive, and says no more
         return ""
-    with pytest.raises(RankFailedError) as failure:
+    with pytest.raises(RankFailedError) as failure:  # noqa: PT012  # at which of these depends on the stage
         for _ in range(2):
             model(torch.ones(3, 7)).mean().backward()
             optimizer.step()
@@ -275,7 +275,7 @@ def reset_on_all(stage: int) -> None:
             model(torch.ones(2, 5))
         if stage < 3:
             time.sleep(2)
-    with pytest.raises(RankMismatchError, match="cannot be reset.*checkpoint"):
+    with pytest.raises(RankMismatchError, match=r"cannot be reset.*checkpoint"):
         sc.reset_iteration(model)
 
 

@@ -13,8 +13,10 @@ import shardcore as sc
 from zero.models import ZOO, Case, rows_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Adam divides by the gradient's own size: where the true gradient is zero (a key's bias in attention) it turns rounding into
-# full steps. This epsilon lies above the rounding of fp32 and below every real gradient here; `options_of` raises it for 16 bits.
+# Adam divides by the gradient's own size: where the true gradient is zero (a key's bias in attention) it turns
+# rounding into
+# full steps. This epsilon lies above the rounding of fp32 and below every real gradient here; `options_of` raises it
+# for 16 bits.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}),
     "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
@@ -145,7 +147,9 @@ def apply(
     clip: float | None,
     scale: float,
 ) -> float:
-    """Unscale, clip, update, copy back; a step with inf or NaN is skipped where gradients are scaled. Returns the norm."""
+    """Unscale, clip, update, copy back; a step with inf or NaN is skipped where gradients are scaled. Returns the
+    norm.
+    """
     grads = [master.grad for master in masters if master.grad is not None]
     for grad in grads:
         grad.div_(scale)

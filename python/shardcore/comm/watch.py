@@ -189,7 +189,8 @@ def report_failure(error: BaseException) -> None:
 
 
 def check_level(axis: Axis) -> None:
-    """Raise on every rank unless all ranks of the axis have entered the same number of collectives. Collective, by the store.
+    """Raise on every rank unless all ranks of the axis have entered the same number of collectives. Collective, by
+    the store.
 
     After an exception this tells whether what is in flight will complete and the connections may be used again.
 
@@ -204,7 +205,8 @@ def check_level(axis: Axis) -> None:
         b.store.wait([_key(b, f"level/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
     except RuntimeError as error:
         raise RankMismatchError(
-            f"rank {b.rank} resets the step, but not all ranks of {list(axis.ranks)} do so within {_GRACE_S * 3:.0f} s; after an "
+            f"rank {b.rank} resets the step, but not all ranks of {list(axis.ranks)} do so within "
+            f"{_GRACE_S * 3:.0f} s; after an "
             "exception every rank must call reset_iteration()"
         ) from error
     for rank in axis.ranks:
@@ -212,8 +214,10 @@ def check_level(axis: Axis) -> None:
         for key in b.sequence.keys() & theirs.keys():
             if b.sequence[key] != theirs[key]:
                 raise RankMismatchError(
-                    f"the step cannot be reset: rank {b.rank} stopped after {b.sequence[key]} collectives, rank {rank} after "
-                    f"{theirs[key]}, so the connections between them are out of step. End the job and resume from a checkpoint"
+                    f"the step cannot be reset: rank {b.rank} stopped after {b.sequence[key]} collectives, rank "
+                    f"{rank} after "
+                    f"{theirs[key]}, so the connections between them are out of step. End the job and resume from "
+                    f"a checkpoint"
                 )
 
 

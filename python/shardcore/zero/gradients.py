@@ -142,7 +142,9 @@ class GroupGradients:
         self._reduced = True
 
     def settle(self) -> None:
-        """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left there."""
+        """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
+        there.
+        """
         if not self._reduced:
             self.shard.zero_()
             self._reduced = True

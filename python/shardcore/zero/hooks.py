@@ -67,7 +67,8 @@ class _GradientHooks:
 
     def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
         index = slot.index
-        # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook that
+        # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook
+        # that
         # held its model would keep it for ever.
         hooks = weakref.ref(self)
 
@@ -217,7 +218,8 @@ def _refuse_double_backward() -> None:
     """A backward that records itself would save released parameters, and gradients that are summed in place."""
     if torch.is_grad_enabled():
         raise StateError(
-            "backward(create_graph=True) is not supported through sharded parameters: double backward needs them, and their "
+            "backward(create_graph=True) is not supported through sharded parameters: double backward needs "
+            "them, and their "
             "gradients, whole and unchanged. Compute second derivatives on an unsharded copy of the model"
         )
 
