@@ -34,7 +34,7 @@ Step = Callable[[torch.Tensor], None]
 
 
 class Unit(nn.Module):
-    """Ten layers: the repeated block, which ``units="auto"`` finds."""
+    """Ten layers: the repeated block of the model."""
 
     def __init__(self) -> None:
         super().__init__()

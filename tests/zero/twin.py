@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class Recipe:
     clip: float | None = None
     optimizer: str = "adamw"
     steps: int = 20
-    loss_scale: float | str | None = None
+    loss_scale: float | None = None
 
     @property
     def zoo(self) -> Case:
@@ -109,7 +110,7 @@ def train_alone(recipe: Recipe, world: int) -> Trained:
     masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone().requires_grad_() for p in trained]
     cls, options = options_of(recipe)
     optimizer = cls(masters, **options)
-    scale = 2.0**16 if recipe.precision == "fp16" and recipe.loss_scale is None else float(recipe.loss_scale or 1.0)
+    scale = recipe.loss_scale or 1.0
     run = Trained(losses=[], norms=[], parameters={})
     for step in range(recipe.steps):
         total = 0.0
@@ -183,5 +184,6 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     for name in a:
         if a[name].numel():
             scale = max(1.0, float(b[name].abs().max()))
-            found.append((float((a[name].double() - b[name].double()).abs().max()) / scale, name))
+            off = float((a[name].double() - b[name].double()).abs().max()) / scale
+            found.append((off if math.isfinite(off) else math.inf, name))
     return max(found)
