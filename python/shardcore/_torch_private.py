@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import HashStore
 from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,3 +127,10 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers of an optimizer that was taken over that it has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def before_any_optimizer_step(check: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call ``check`` before each step of every optimizer of this process; the same function is registered once."""
+    if check not in _optimizer_checks:
+        _optimizer_checks.append(check)
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))

@@ -96,6 +96,10 @@ class ShardedRoot(Protocol):
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
+class ShardedOptimizerMark:
+    """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ParameterSlot:
     """Where one parameter lives: its group, its index there, and its full name in the model."""

@@ -1,4 +1,6 @@
-"""Every stage, world, precision and optimizer against a plain loop in one process: the same losses, norms and parameters."""
+"""Every stage, world, precision and optimizer against a plain loop in one process: the same losses, norms and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from zero.twin import Recipe, Trained, largest_difference, train_alone, train_sh
 TOLERANCE = {
     # Sums over ranks and micro-batches are taken in another order.
     "fp32": 1e-5,
-    # Gradients are rounded to 8 (11) bits once per rank, so their sums differ in the last place; where a master lies near
-    # the middle of two 16-bit neighbours, the parameters then differ by one place: 2^-8 (2^-11) and what follows from it.
+    # Gradients are rounded to 8 (11) bits once per rank, so their sums differ in the last place; where a master lies
+    # near
+    # the middle of two 16-bit neighbours, the parameters then differ by one place: 2^-8 (2^-11) and what follows from
+    # it.
     "bf16": 2e-2,
     "fp16": 4e-3,
 }

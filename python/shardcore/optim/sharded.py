@@ -18,7 +18,7 @@ from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
-from shardcore.protocols import LossScale, ShardedGroup, ShardedRoot
+from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
 
@@ -60,7 +60,7 @@ def optimizer(
     return ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     """Runs an inner optimizer on this rank's pieces of the master weights.
 
     ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is

@@ -137,8 +137,9 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if writeback:
-            for group in groups:
+        for group in groups:
+            group.check_storage()
+            if writeback:
                 group.adopt_edits()
         for group in were_sharded:
             group.reshard()

@@ -151,6 +151,24 @@ class ShardGroup:
             self._handle = comm.gather_shards(self.full, self._axis, self.name)
             self._guard()
 
+    def check_storage(self) -> None:
+        """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
+
+        Raises:
+            StateError: its ``.data`` was replaced; the message names it.
+        """
+        if self.state is not ParamState.UNSHARDED:
+            return
+        base, itemsize = self.full.data_ptr(), self.full.element_size()
+        for slot in self.slots:
+            if slot.numel and slot.param.data_ptr() != base + slot.offset * itemsize:
+                raise StateError(
+                    f"the data of parameter {slot.name!r} were replaced after sharding (by param.data = ..., "
+                    "model.to(...), load_state_dict(assign=True), ...), so training would not reach it. Write in place "
+                    "(param.copy_(...) under torch.no_grad() and shardcore.summon(model, writeback=True)), and move or "
+                    "cast the model before shardcore.shard"
+                )
+
     def adopt_edits(self) -> None:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.

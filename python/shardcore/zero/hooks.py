@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
-from shardcore.protocols import ParameterSlot
+from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.root import Root, Unit
@@ -36,9 +36,25 @@ def install(root: Root) -> None:
             hooks = _UnitHooks(root, unit, gradient_hooks)
             unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(hooks.post_forward)
+    private.before_any_optimizer_step(_refuse_unsharded_optimizer)
     outer = _RootHooks(root)
     root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
     root.module.register_forward_hook(outer.post_forward, always_call=True)
+
+
+def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer over the parameters themselves would train nothing where gradients are not on them; say so."""
+    if isinstance(optimizer, ShardedOptimizerMark):
+        return
+    for group in optimizer.param_groups:
+        slot = find_slot(group["params"][0]) if group["params"] else None
+        if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
+            raise StateError(
+                f"{type(optimizer).__name__} was stepped, but it holds parameters of a sharded model (such as "
+                f"{slot.name!r}), whose gradients it does not see: use optim = "
+                f"shardcore.optimizer({type(optimizer).__name__}, "
+                "model, ...), or pass it this optimizer, and step the result"
+            )
 
 
 class _GradientHooks:
@@ -119,7 +135,6 @@ class _UnitHooks:
         self._root = root
         self._unit = unit
         self._gradient_hooks = gradient_hooks
-        self._calls: list[_Call] = []
         self._releases = root.policy.shards_params
         for group in unit.groups:
             if group in gradient_hooks and self._releases:
@@ -142,26 +157,35 @@ class _UnitHooks:
         call = _Call(root.executed, -1 if recomputing else len(root.executed))
         if not recomputing:
             root.executed.append(unit)
-        self._calls.append(call)
+        unit.calls.append(call)
         args, kwargs = map_tensors(lambda t: self._alias(t, call), (args, kwargs))
+        self._watch_inputs(call)  # before the forward, which may write to them in place
         return args, kwargs
 
     @private.not_traced
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Release the unit, and wait for a gradient to reach its outputs."""
         root, unit = self._root, self._unit
         if not self._releases:
-            return
+            return output
         while root.active and root.active.pop() is not unit:
             pass  # a module inside left by an exception that was caught
-        if torch.is_grad_enabled() and self._calls:
-            call = self._calls.pop()
+        output = map_tensors(self._own_memory, output)
+        if torch.is_grad_enabled() and unit.calls:
+            call = unit.calls.pop()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, call=call: self._begin_backward(call))
-            self._watch_inputs(call)
         if not private.in_backward() and unit is not root.root_unit:
             unit.release()
+        return output
+
+    def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of an output that is a view of the unit's parameters, whose memory goes when the unit is released."""
+        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        if address and any(address == group.full.untyped_storage().data_ptr() for group in self._unit.groups):
+            return tensor.clone()
+        return tensor
 
     def _alias(self, tensor: torch.Tensor, call: _Call) -> torch.Tensor:
         """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the

@@ -31,6 +31,8 @@ class Unit:
         self.groups: list[ShardGroup] = []
         self.was_called = False
         """Its forward ran since the last backward ended."""
+        self.calls: list[Any] = []
+        """Calls of its forward that have not returned, outermost first."""
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
 
@@ -137,6 +139,8 @@ class Root:
             return
         if not private.in_backward():
             self.active.clear()
+            for unit in self.units:
+                unit.calls.clear()  # of a forward that failed
             if self.executed:
                 self.following = dict(pairwise(self.executed))
             for group in self.groups:
@@ -174,6 +178,7 @@ class Root:
         for group in self.groups:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
+            group.check_storage()
         return self.window.finish()
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
@@ -230,6 +235,7 @@ class Root:
         for unit in self.units:
             unit.was_called = False
             unit.open_calls.clear()
+            unit.calls.clear()
 
 
 def _thawed(slots: Sequence[ParameterSlot]) -> str:

@@ -114,34 +114,57 @@ def _choose_auto(model: nn.Module) -> set[nn.Module]:
         candidates = _repeated_classes(model, chosen)
         if not candidates:
             return chosen
-        chosen |= set(max(candidates, key=lambda modules: sum(_numel(m) for m in modules)))
+        chosen |= set(_best(candidates))
 
 
-def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[list[nn.Module]]:
-    """For each class with at least two instances outside ``chosen`` and not around any of them: its outermost
-    instances.
+@dataclass
+class _Repeated:
+    """The outermost instances of a class that occurs more than once."""
+
+    depth: int
+    """How many modules lie around the first instance."""
+    modules: list[nn.Module] = field(default_factory=list)
+    num_listed: int = 0
+    """Instances that stand in a ModuleList, ModuleDict or Sequential, as the blocks of a network do."""
+
+
+def _best(candidates: list[_Repeated]) -> list[nn.Module]:
+    """The largest class of blocks. A class within a tenth of the largest holds the same parameters, at another level of
+    nesting: of these the outermost that stands in a list is the block.
     """
-    found: dict[type[nn.Module], list[nn.Module]] = {}
+    sizes = [sum(_numel(m) for m in candidate.modules) for candidate in candidates]
+    near = [c for c, numel in zip(candidates, sizes, strict=True) if numel >= 0.9 * max(sizes)]
+    listed = [candidate for candidate in near if candidate.num_listed > 1]
+    return min(listed or near, key=lambda candidate: candidate.depth).modules
 
-    def visit(module: nn.Module, inside: frozenset[type[nn.Module]]) -> bool:
+
+def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[_Repeated]:
+    """Classes with at least two instances outside ``chosen`` and not around any of them."""
+    found: dict[type[nn.Module], _Repeated] = {}
+
+    def visit(module: nn.Module, around: tuple[nn.Module, ...]) -> bool:
         """Returns whether a chosen module lies below (or is) ``module``."""
         if module in chosen:
             return True
-        cls = type(module)
-        visited = [visit(child, inside | {cls}) for child in module.children()]  # all children, whatever the first says
+        visited = [visit(child, (*around, module)) for child in module.children()]  # all, whatever the first says
         below = any(visited)
-        if (
-            not below
-            and module is not model
-            and cls not in inside
-            and not isinstance(module, _CONTAINERS)
-            and _numel(module)
-        ):
-            found.setdefault(cls, []).append(module)
+        if not below and around and not _is_plain_container(module, around[-1]) and _numel(module):
+            cls = type(module)
+            if not any(type(outer) is cls for outer in around):
+                repeated = found.setdefault(cls, _Repeated(len(around)))
+                repeated.modules.append(module)
+                repeated.num_listed += isinstance(around[-1], _CONTAINERS)
         return below
 
-    visit(model, frozenset())
-    return [list(dict.fromkeys(modules)) for modules in found.values() if len(set(modules)) > 1]
+    visit(model, ())
+    return [repeated for repeated in found.values() if len(set(repeated.modules)) > 1]
+
+
+def _is_plain_container(module: nn.Module, parent: nn.Module) -> bool:
+    """A list of modules is no block; a plain Sequential is one where it stands in a list itself."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return True
+    return type(module) is nn.Sequential and not isinstance(parent, _CONTAINERS)
 
 
 def _large_leftovers(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
