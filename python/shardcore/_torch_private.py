@@ -18,6 +18,10 @@ from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation that torch dispatches while it is entered."""
 
 _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 

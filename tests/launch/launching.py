@@ -10,35 +10,44 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 10
 """No process of a run may live longer than this after the run has failed or was stopped."""
+
+LAUNCHER = [sys.executable, "-m", "shardcore.launch"]
+
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
+"""Loopback alone, and no waiting for a name server: torch asks it for the names of peers."""
 
 WORKER = """
 import json, os, signal, subprocess, sys, time
 folder, behaviour, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])
 print("hello from", rank, flush=True)
-with open(os.path.join(folder, "attempts.txt"), "a") as file:
-    file.write(f"{rank}\\n")
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
-record = {"argv": arguments, "python": sys.executable, **{name: os.environ.get(name) for name in names}}
+record = {"argv": arguments, "python": sys.executable, "pids": [os.getpid()], "environ": dict(os.environ)}
 if behaviour.startswith("linger"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    record["pids"] = [os.getpid(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    for elsewhere in (False, True):  # ignored signals are inherited
+        record["pids"].append(subprocess.Popen(sleeper, start_new_session=elsewhere).pid)
 path = os.path.join(folder, f"rank{rank}.json")
 with open(path + ".new", "w") as file:
     json.dump(record, file)
 os.rename(path + ".new", path)
-if rank == 1 and "-" in behaviour:
+if "-" in behaviour:
     while len([n for n in os.listdir(folder) if n.endswith(".json")]) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.02)
     how, number = behaviour.split("-")[1].split(":")
-    if how == "exit":
+    if rank == 1 and how == "exit":
+        print("the true reason", file=sys.stderr)
         sys.exit(int(number))
-    os.kill(os.getpid(), int(number))
-    time.sleep(600)
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), int(number))
+    if rank == 0 and not behaviour.startswith("linger"):
+        time.sleep(0.2)  # fails too, because rank 1 has
+        sys.exit("a consequence")
 if behaviour.startswith("linger"):
     time.sleep(600)
 """
@@ -51,7 +60,7 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
 
-    def records(self, num_workers: int) -> list[dict[str, object]]:
+    def records(self, num_workers: int) -> list[dict[str, Any]]:
         """What each worker saw, once all have written it."""
         paths = [self.folder / f"rank{rank}.json" for rank in range(num_workers)]
         deadline = time.monotonic() + 60
@@ -61,37 +70,17 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
     def end(self) -> tuple[int, str]:
-        """(exit status, what it said on standard error)."""
+        """(exit status, what was said on standard error)."""
         _, errors = self.process.communicate(timeout=90)
         return self.process.returncode, errors
 
 
-def launch(
-    folder: Path,
-    behaviour: str,
-    *arguments: str,
-    num_workers: str = "2",
-    options: tuple[str, ...] = (),
-    environment: dict[str, str] | None = None,
-) -> Run:
-    """Start the launcher on a worker that behaves as told."""
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / "worker.py"
-    script.write_text(WORKER)
+def launch(*arguments: str, folder: Path, environment: dict[str, str] | None = None) -> Run:
+    """Start the launcher with these arguments, in this folder."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from shardcore.launch import main; sys.exit(main())",
-            "--nproc-per-node",
-            num_workers,
-            *options,
-            str(script),
-            str(folder),
-            behaviour,
-            *arguments,
-        ],
-        env={**os.environ, **(environment or {})},
+        [*LAUNCHER, *arguments],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -99,9 +88,22 @@ def launch(
     return Run(process, folder)
 
 
-def living(records: list[dict[str, object]]) -> list[int]:
+def launch_worker(
+    folder: Path,
+    behaviour: str,
+    *arguments: str,
+    options: tuple[str, ...] = ("--nproc-per-node", "2"),
+    environment: dict[str, str] | None = None,
+) -> Run:
+    """Start the launcher on a worker that behaves as told."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "worker.py").write_text(WORKER)
+    return launch(*options, "worker.py", str(folder), behaviour, *arguments, folder=folder, environment=environment)
+
+
+def living(records: list[dict[str, Any]]) -> list[int]:
     """Processes of the run that still live after `LIMIT_S`."""
-    pids = [pid for record in records for pid in record["pids"]]  # type: ignore[attr-defined]
+    pids = [pid for record in records for pid in record["pids"]]
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and any(_lives(pid) for pid in pids):
         time.sleep(0.1)

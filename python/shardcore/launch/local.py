@@ -1,114 +1,131 @@
-"""Run a :class:`LaunchPlan` on this machine with torch's elastic agent, and explain how it ended."""
+"""Start the plan's ranks on this machine, on torch's elastic agent, and see them through to the end.
+
+The agent starts one keeper per rank (``rank_process``). Restarts are made here, each with an agent of its own: the
+agent's own restarts keep the store of the failed attempt, whose stale keys the new ranks would read.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import json
+import logging
 import os
-import signal
 import socket
 import sys
+import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from shardcore.launch.plan import LaunchPlan
+import torch
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from shardcore.errors import LaunchError
+from shardcore.launch import rank_process
+from shardcore.launch.arguments import Options
+from shardcore.launch.outcome import RankEnd, describe, exit_status, first_failure, last_words, read_reports
+from shardcore.launch.plan import LaunchPlan, num_cores, plan_local
+from shardcore.launch.signals import StopSignals
 
-_SHUTDOWN_S = 5
-"""How long workers may take to end on a signal before they are killed."""
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def run(plan: LaunchPlan) -> int:
-    """Start the workers, wait for them, and return the exit status for the shell.
-
-    0 if all succeeded; the status of the first worker that failed; 128 + n where signal n ended that worker or this
-    process. No worker, nor any process that a worker started, is left behind.
-    """
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
-    for name, value in plan.environment.items():
-        os.environ.setdefault(name, value)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    _shorten_shutdown()
-    run_id = uuid.uuid4().hex
-    try:
-        elastic_launch(_elastic_config(plan, run_id), plan.command[0])(*plan.command[1:])
-        return 0
-    except ChildFailedError as error:
-        return _explain(error)
-    except SignalException as error:
-        print(f"shardcore-launch: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
-        return 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return 128 + int(signal.SIGINT)
-    finally:
-        for number in _ENDING_SIGNALS:  # nothing may interrupt the clean-up
-            signal.signal(number, signal.SIG_IGN)
-        _kill_leftovers(run_id)
+_PORT_ATTEMPTS = 5
 
 
-def _shorten_shutdown() -> None:
-    """Give the other workers seconds, not half a minute, after one has failed; the agent's setting is for signals."""
-    from torch.distributed.elastic.multiprocessing import PContext
-
-    original = PContext.close
-
-    def close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = _SHUTDOWN_S) -> None:
-        original(context, death_sig, timeout)
-
-    PContext.close = close  # type: ignore[assignment]
-
-
-def _elastic_config(plan: LaunchPlan, run_id: str) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
-    logs = DefaultLogsSpecs()
+def launch(options: Options, signals: StopSignals) -> int:
+    """Run the ranks and return the exit status. Raises ``LaunchError`` if they could not be started."""
+    plan = plan_local(options, os.environ, num_gpus=torch.cuda.device_count(), num_cores=num_cores())
     if plan.log_dir is not None:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        logs = DefaultLogsSpecs(log_dir=str(plan.log_dir), redirects=Std.NONE, tee=Std.ALL)
+        Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
+    os.environ.update(plan.hosts[0].environment)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a launcher inside a rank is no client of its outer store
+    logging.disable(logging.CRITICAL)  # the agent's running commentary; what matters is said below, once
+    signals.raise_as(lambda signum: SignalException(f"stopped by {signum.name}", signum))
+    with tempfile.TemporaryDirectory(prefix="shardcore-launch-") as folder:
+        return _attempts(plan, folder)
+
+
+def _attempts(plan: LaunchPlan, folder: str) -> int:
+    for attempt in range(plan.max_restarts + 1):
+        reports = Path(folder) / f"attempt{attempt}"
+        reports.mkdir()
+        if _run_agent(plan, reports, attempt):
+            return 0
+        gc.collect()  # the attempt's store goes with the agent, and its port with the store
+        failure = _failure(plan, reports)
+        _say(*last_words(failure))
+        _say(f"shardcore-launch: {describe(failure)}" + ("; the other ranks were stopped" if plan.world > 1 else ""))
+        if attempt < plan.max_restarts:
+            _say(f"shardcore-launch: all ranks start anew ({attempt + 1} of {plan.max_restarts})")
+    return exit_status(failure.code)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _failure(plan: LaunchPlan, reports: Path) -> RankEnd:
+    failure = first_failure(read_reports(plan, reports))
+    if failure is None:
+        raise LaunchError(f"ranks failed on {socket.gethostname()}, but none left a report; see their output above")
+    return failure
+
+
+def _run_agent(plan: LaunchPlan, reports: Path, attempt: int) -> bool:
+    """One attempt; whether all ranks ended well."""
+    # By file, since the agent substitutes what looks like a macro in the arguments that it passes on.
+    orders = reports / "orders.json"
+    orders.write_text(
+        json.dumps(
+            {
+                "command": plan.command,
+                "log_dir": plan.log_dir,
+                "restart_count": attempt,
+                "max_restarts": plan.max_restarts,
+            }
+        )
+    )
+    keeper = [sys.executable, "-I", "-S", str(rank_process.__file__), str(orders)]
+    for remaining in reversed(range(_PORT_ATTEMPTS)):
+        port = plan.master_port or _free_port()
+        try:
+            elastic_launch(_config(plan, port), keeper[0])(*keeper[1:])
+        except ChildFailedError:
+            return False
+        except DistNetworkError as error:
+            if plan.master_port is not None:
+                raise _port_in_use(port, error) from error
+            if not remaining:  # each time, someone took the free port before it was bound
+                raise LaunchError(f"no free port for rank 0's store in {_PORT_ATTEMPTS} attempts: {error}") from error
+        else:
+            return True
+    return False
+
+
+def _config(plan: LaunchPlan, port: int) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=plan.num_workers,
-        run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{plan.port or 0}",
-        max_restarts=plan.max_restarts,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="localhost",
-        logs_specs=logs,
+        nproc_per_node=plan.hosts[0].num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="static",
+        rdzv_endpoint=f"{plan.master_addr}:{port}",
+        rdzv_configs={"rank": 0, "timeout": 60},
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="",
     )
 
 
-def _explain(error: ChildFailedError) -> int:
-    """Say once, last, which worker failed first and how; returns the exit status."""
-    rank, failure = error.get_first_failure()
-    status = int(failure.exitcode)
-    where = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid}) on {socket.gethostname()}"
-    if status >= 0:
-        print(f"shardcore-launch: {where} failed with exit code {status}; its error is above", file=sys.stderr)
-        return status or 1
-    number = signal.Signals(-status)
-    hint = ""
-    if number == signal.SIGKILL:
-        hint = ". Nothing but the system or a person sends SIGKILL: most often memory ran out (see the kernel log)"
-    print(f"shardcore-launch: {where} was ended by {number.name}{hint}", file=sys.stderr)
-    return 128 + int(number)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
-def _kill_leftovers(run_id: str) -> None:
-    """Kill what workers left behind: every process here that carries this run's id in its environment (Linux)."""
-    marker = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        # A process may end, or belong to another user, while it is looked at.
-        with contextlib.suppress(OSError):
-            if pid != os.getpid() and marker in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
+def _port_in_use(port: int, error: DistNetworkError) -> LaunchError:
+    return LaunchError(
+        f"port {port} cannot be used for rank 0's store ({error}); name another with --master-port, "
+        "or leave the option out to get a free one"
+    )

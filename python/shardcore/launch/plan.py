@@ -1,92 +1,132 @@
-"""What to start where: the seam between reading the command line and starting processes."""
+"""What to start where: a value, made from the options and the environment, that a starter of processes obeys.
+
+One machine is a plan with one host. A starter for several machines takes the same plan, with more hosts.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from shardcore.errors import LaunchError
+from shardcore.launch.arguments import Options
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlan:
+    """The part of one machine."""
+
+    host: str
+    """Name of the machine."""
+    num_ranks: int
+    """Ranks that run on it."""
+    environment: Mapping[str, str]
+    """Variables that its ranks have beyond those of the launcher, or in their place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where one rank runs."""
+
+    rank: int
+    """Global rank."""
+    local_rank: int
+    """Rank among those of its host."""
+    host: str
+    """Name of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """Workers of one machine, as decided from the command line."""
+    """Hosts in order of ranks, and the command that every rank runs."""
 
-    num_workers: int
-    """Processes to start here; each is one rank."""
+    hosts: tuple[HostPlan, ...]
+    """The machines; ranks are numbered through them in this order."""
     command: tuple[str, ...]
-    """Program and arguments of every worker, passed on as they are."""
-    port: int | None = None
-    """TCP port on which the workers meet; None takes a free one."""
-    max_restarts: int = 0
-    """How often all workers are started again after one has failed."""
-    log_dir: Path | None = None
-    """Keep each worker's output in files below this folder; None leaves it on the terminal."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables to set for the workers unless the caller's environment has them."""
+    """Program and arguments, each an argument of its own: they pass through no shell."""
+    master_addr: str
+    """Address at which rank 0's store is found."""
+    master_port: int | None
+    """Its port; ``None`` lets the first host choose a free one."""
+    max_restarts: int
+    """How often all ranks are started anew after a failure."""
+    log_dir: str | None
+    """Folder for each rank's output, or ``None``."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks on all hosts."""
+        return sum(host.num_ranks for host in self.hosts)
+
+    def places(self) -> list[RankPlace]:
+        """All ranks in order."""
+        pairs = [(host.host, local_rank) for host in self.hosts for local_rank in range(host.num_ranks)]
+        return [RankPlace(rank=rank, local_rank=local, host=host) for rank, (host, local) in enumerate(pairs)]
 
 
-def worker_command(script: str, arguments: list[str], *, as_module: bool, with_python: bool) -> tuple[str, ...]:
-    """How a worker is started: by this Python, from a file or (``python -m``) a module, or as a program of its own.
+def plan_local(options: Options, environment: Mapping[str, str], *, num_gpus: int, num_cores: int) -> LaunchPlan:
+    """The plan for this machine with ``num_gpus`` visible GPUs and ``num_cores`` usable CPU cores.
 
-    Raises:
-        LaunchError: the script file does not exist.
+    Raises ``LaunchError`` if GPUs or slots are asked for that are not there.
     """
-    if as_module:
-        return (sys.executable, "-u", "-m", script, *arguments)
-    if not with_python:
-        return (script, *arguments)
-    if not Path(script).is_file():
-        raise LaunchError(
-            f"the script {script!r} does not exist in {Path.cwd()}; give its path, or use -m for a module"
-        )
-    return (sys.executable, "-u", script, *arguments)
-
-
-def count_workers(asked: str) -> int:
-    """The number of workers for ``--nproc-per-node``: a number, "gpu", "cpu", or "auto" (GPUs, else CPU cores).
-
-    Raises:
-        LaunchError: not a positive number, or "gpu" without GPUs.
-    """
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    if asked not in ("auto", "gpu", "cpu"):
-        raise LaunchError(f"--nproc-per-node {asked!r}: expected a positive number, 'auto', 'gpu' or 'cpu'")
-    num_gpus = 0 if asked == "cpu" else _num_gpus()
-    if asked == "gpu" and num_gpus == 0:
-        raise LaunchError("--nproc-per-node gpu: no CUDA device is visible here; use 'auto' or 'cpu'")
-    return num_gpus or num_cores()
+    num_ranks = _num_ranks(options, num_gpus, num_cores)
+    extra: dict[str, str] = {}
+    if options.slots is not None:
+        extra |= _visible_devices(options.slots, environment)
+    if "OMP_NUM_THREADS" not in environment:
+        extra["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
+    return LaunchPlan(
+        hosts=(HostPlan(host=socket.gethostname(), num_ranks=num_ranks, environment=extra),),
+        command=_command(options),
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        max_restarts=options.max_restarts,
+        log_dir=options.log_dir,
+    )
 
 
 def num_cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def default_environment(num_workers: int) -> dict[str, str]:
-    """CPU threads are shared out, since ranks that each take all cores slow one another down."""
-    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_workers))}
+def _num_ranks(options: Options, num_gpus: int, num_cores: int) -> int:
+    if isinstance(options.num_ranks, int):
+        return options.num_ranks
+    if options.slots is not None:
+        return len(options.slots)
+    if options.num_ranks == "gpu" and num_gpus == 0:
+        raise LaunchError("--nproc-per-node gpu: no GPU is visible to torch; use cpu, auto or a number of ranks")
+    return num_gpus if num_gpus and options.num_ranks != "cpu" else num_cores
 
 
-def check_port(port: int) -> None:
-    """Raise :class:`LaunchError` naming the port if another program listens on it."""
-    if not 0 < port < 65536:
-        raise LaunchError(f"--master-port {port}: expected a number from 1 to 65535")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise LaunchError(
-                f"--master-port {port} is in use ({error.strerror}); choose another, or leave it out to take a free one"
-            ) from None
+def _visible_devices(slots: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """Slots count within the devices that the environment shows already, whose names (also UUIDs) are kept."""
+    found: dict[str, str] = {}
+    for variable in _VISIBLE:
+        if variable in environment:
+            devices = [device.strip() for device in environment[variable].split(",")]
+            missing = [slot for slot in slots if int(slot) >= len(devices)]
+            if missing:
+                raise LaunchError(
+                    f"--include: no slot {missing[0]} among {variable}={environment[variable]}, "
+                    f"which has slots 0 to {len(devices) - 1}"
+                )
+            found[variable] = ",".join(devices[int(slot)] for slot in slots)
+    return found or {"CUDA_VISIBLE_DEVICES": ",".join(slots)}
 
 
-def _num_gpus() -> int:
-    import torch  # only here, so that --help is fast and works without torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _command(options: Options) -> tuple[str, ...]:
+    program = {
+        "script": (sys.executable, "-u", options.program),
+        "module": (sys.executable, "-u", "-m", options.program),
+        "program": (options.program,),
+    }[options.run_as]
+    return (*program, *options.arguments)

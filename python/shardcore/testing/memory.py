@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcore._torch_private import without_torch_function
+from shardcore._torch_private import DispatchMode, without_torch_function
 
 Predicate = Callable[[torch.UntypedStorage], bool]
 
@@ -91,7 +90,7 @@ class PeakTensorBytes:
             known[key] = weakref.ref(storage, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
 
 
-class _SamplingMode(TorchDispatchMode):
+class _SamplingMode(DispatchMode):
     def __init__(self, owner: PeakTensorBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
