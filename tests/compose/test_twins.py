@@ -48,9 +48,12 @@ def cells(precision: str) -> list[tuple[str, int]]:
 
 
 def sample(case: str, precision: str, world: int) -> list[Recipe]:
-    """All four stages, each with its own draw of the switches; over all cells each pair of values occurs."""
+    """Two stages, the next two for the next world, each with its own draw of the switches: a model sees every stage
+    twice.
+    """
     draw = random.Random(f"{case} {precision} {world}")
-    return [recipe(case, stage, precision, *draw.choice(SWITCHES)) for stage in STAGES]
+    stages = (world - 1, world % len(STAGES))
+    return [recipe(case, stage, precision, *draw.choice(SWITCHES)) for stage in stages]
 
 
 def product(case: str, precision: str) -> list[Recipe]:
