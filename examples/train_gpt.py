@@ -147,8 +147,11 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 def complete(args: argparse.Namespace, model: nn.Module, mesh: sc.Mesh, engine: Any | None) -> None:
     """Fill in what was left to the program: by the model, the ranks, or the engine's configuration."""
+    longest = model.config.context if args.hf is None else getattr(model.config, "max_position_embeddings", None)
     if args.seq is None:
-        args.seq = model.config.context if args.hf is None else 128
+        args.seq = model.config.context if args.hf is None else min(128, longest or 128)
+    if longest is not None and args.seq > longest:
+        raise SystemExit(f"--seq {args.seq} is longer than the model's context of {longest}; choose at most that")
     if engine is not None:
         args.accumulation = engine.gradient_accumulation_steps()
         args.batch = engine.train_batch_size()
@@ -191,6 +194,8 @@ def parse_arguments() -> argparse.Namespace:
     option("--validate-every", type=int, default=200, help="steps between validations")
     option("--out", type=Path, default=Path("runs/gpt"), help="folder for the model and the loss curve")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: expected at least 1")
     if args.config is None:
         args.stage = 2 if args.stage is None else args.stage
         args.accumulation = args.accumulation or 1

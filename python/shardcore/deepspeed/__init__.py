@@ -55,3 +55,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         kind: dict[str, Any] = {"action": "store_true"} if old == "--deepscale" else {"type": str, "default": None}
         group.add_argument(old, help=argparse.SUPPRESS, **kind)
     return parser
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(f"shardcore.deepspeed does not offer {name!r} yet; it has {', '.join(__all__)}")

@@ -86,7 +86,9 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
             for key, value in inner.items():
                 public.setdefault(key, value)
+        self._groups_are_fixed = False
         super().__init__(groups, self.inner.defaults)
+        self._groups_are_fixed = True
         self.param_groups = groups
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale or _default_scale(roots)
@@ -178,6 +180,18 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             comm.report_failure(error)
             raise
         return loss
+
+    def add_param_group(self, param_group: Options) -> None:
+        """Groups are laid out once, when the optimizer is made.
+
+        Raises:
+            StateError: called by the user.
+        """
+        if self._groups_are_fixed:
+            raise StateError(
+                "parameter groups cannot be added to a sharded optimizer; list all of them in shardcore.optimizer(...)"
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients; with ``set_to_none=False`` they count as zeros."""

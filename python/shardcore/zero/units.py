@@ -150,7 +150,7 @@ def _repeated_classes(model: nn.Module, chosen: set[nn.Module]) -> list[_Repeate
         below = any(visited)
         if not below and around and not _is_plain_container(module, around[-1]) and _numel(module):
             cls = type(module)
-            if not any(type(outer) is cls for outer in around):
+            if not any(type(outer) is cls for outer in around[1:]):  # the model itself is no block
                 repeated = found.setdefault(cls, _Repeated(len(around)))
                 repeated.modules.append(module)
                 repeated.num_listed += isinstance(around[-1], _CONTAINERS)
