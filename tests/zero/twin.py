@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # for 16 bits.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {"lr": 2e-2, "momentum": 0.9}),
 }
 
 
