@@ -3,7 +3,7 @@
 Counted are all live storages of the process, each once, less what was there before the model: parameters, masters,
 gradients, optimizer states, the buffers of reductions and gathers, and gradients in autograd's hands. Batches are of
 one
-row, so that activations are small, and the optimizer is fused, so that it has no temporaries of its own.
+row, so that activations are small, and optimizer is fused, so that it has no temporaries of its own.
 N is the number of parameters, d the number of ranks; gradients live from backward to ``zero_grad``, so "between steps"
 is taken before ``zero_grad``.
 """
@@ -22,9 +22,13 @@ from shardcore.protocols import find_root
 from shardcore.testing import PeakTensorBytes, spmd, tensor_bytes
 
 WIDTH, NUM_BLOCKS = 128, 160
-UNIT_NUMEL = WIDTH * WIDTH + WIDTH
+UNIT_NUMEL = WIDTH * WIDTH
 NUMEL = NUM_BLOCKS * UNIT_NUMEL
 BUCKET_NBYTES = 4 * UNIT_NUMEL
+WORKING_BUCKETS = 4
+"""What a backward holds besides: a gradient in autograd's hands, a bucket filling, one in flight, and what it
+receives.
+"""
 """One unit's gradients in fp32."""
 
 
@@ -42,7 +46,7 @@ class Layer(nn.Linear):
 
 def trained_model(stage: int, precision: str) -> tuple[nn.Module, Any, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(NUM_BLOCKS)))
+    model = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
     asked = sc.Precision(param=None if precision == "fp32" else precision)
     sc.shard(model, stage=stage, precision=asked, units=[Layer])
     optimizer = sc.optimizer(torch.optim.Adam, model, lr=1e-3, fused=True)
@@ -70,11 +74,13 @@ def test_bytes_between_steps_and_at_peak_equal_the_formula(stage: int, precision
     assert sum(group.full.numel() for group in root.groups) <= 1.01 * NUMEL, "padding would blur the count"
     expected = formula(stage, precision, world)
     assert abs(resting - expected) <= 0.02 * expected, f"between steps {resting / expected:.3f} x the formula"
-    at_peak = peak.peak_nbytes - before
+    at_peak = peak.peak_nbytes - before - NUM_BLOCKS * WIDTH * (4 if precision == "fp32" else 2)  # saved inputs
     if stage == 3:
         at_peak -= 2 * UNIT_NUMEL * (4 if precision == "fp32" else 2)  # the unit in use, and the next one on its way
     above = (at_peak - expected) / BUCKET_NBYTES
-    assert at_peak <= 1.02 * expected + BUCKET_NBYTES, f"peak {above:.2f} buckets above, at {peak.peak_operation}"
+    assert at_peak <= 1.02 * expected + WORKING_BUCKETS * BUCKET_NBYTES, (
+        f"peak {above:.2f} buckets above, at {peak.peak_operation}"
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -94,4 +100,4 @@ def test_the_working_memory_of_a_step_is_a_few_units(stage: int) -> None:
         if stage > 1:
             optimizer.step()
     units = {1: NUM_BLOCKS + 2, 2: 4, 3: 6}[stage]
-    assert peak.peak_nbytes - resting <= (units + 0.1) * BUCKET_NBYTES + 20 * 4 * WIDTH * NUM_BLOCKS
+    assert peak.peak_nbytes - resting <= (units + 0.1) * BUCKET_NBYTES + 2 * 4 * WIDTH * NUM_BLOCKS

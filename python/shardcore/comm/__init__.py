@@ -14,6 +14,7 @@ from shardcore.comm.collectives import (
     reset_traffic,
     traffic,
 )
+from shardcore.comm.program import Program
 from shardcore.comm.watch import (
     RankFailedError,
     check_level,
@@ -25,6 +26,7 @@ from shardcore.comm.watch import (
 
 __all__ = [
     "Handle",
+    "Program",
     "RankFailedError",
     "agree_on",
     "all_reduce",

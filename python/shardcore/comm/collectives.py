@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.comm import watch
+from shardcore.comm.program import Program
 from shardcore.mesh import Axis
 
 _traffic: Counter[str] = Counter()
@@ -54,11 +55,13 @@ class Handle:
 DONE = Handle((), None)
 
 
-def gather_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
+def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | None = None) -> Handle:
     """Fill ``full`` [W x shard_numel] with every rank's own shard; this rank's must be in its place already."""
     if axis.size == 1 or full.numel() == 0:
         return DONE
     entry = _record(axis, "gather", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    if program is not None:
+        program.enter(entry)
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
@@ -66,13 +69,15 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
     return Handle([_broadcast(shards[i], axis, i) for i in range(axis.size)], entry)
 
 
-def reduce_shards(full: torch.Tensor, axis: Axis, unit: str) -> Handle:
+def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | None = None) -> Handle:
     """Sum ``full`` [W x shard_numel] over the axis into this rank's own shard of it; the other shards are left
     undefined.
     """
     if axis.size == 1 or full.numel() == 0:
         return DONE
     entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    if program is not None:
+        program.enter(entry)
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -30,6 +30,7 @@ from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
 _HISTORY = 128
+_POLL_S = 2e-4
 _GRACE_S = 3.0
 """How long a rank that lost a connection waits for the other side's last words."""
 
@@ -123,16 +124,39 @@ def look_around(entry: Entry) -> None:
     for rank, theirs in _published(b, entry.axis).items():
         difference = _first_difference(dict(b.history[key]), theirs)
         if difference is not None:
-            sequence, mine, other = difference
-            message = (
-                f"ranks left the common order of collectives on axis {entry.axis.name!r} at number {sequence}: "
-                f"rank {b.rank} runs "
-                f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; "
-                f"check for "
-                "branches that depend on the rank or on its data"
-            )
-            report_failure(RankMismatchError(message))
-            raise RankMismatchError(message)
+            _raise_difference(b, entry.axis, rank, difference)
+
+
+def confirm(entry: Entry) -> None:
+    """Return when every rank of the axis is about to enter the same collective. Collective, by the store.
+
+    Raises:
+        RankMismatchError: a rank is about to enter another one.
+        RankFailedError: a rank has failed.
+    """
+    b = board()
+    if b.store is None:
+        return
+    key = entry.axis.key
+    # A rank may be one collective ahead of the others, so the last two are told.
+    b.store.set(_key(b, f"next/{key}/{b.rank}"), json.dumps(list(b.history[key])[-2:]))
+    waiting = [rank for rank in entry.axis.ranks if rank != b.rank]
+    began = noted = time.monotonic()
+    while waiting:
+        told = _published(b, entry.axis, "next")
+        if time.monotonic() - noted > PATIENCE_S:
+            noted = time.monotonic()
+            look_around(entry)
+            # Ranks that did not need to ask wait in the collective itself.
+            told = {rank: told.get(rank, {}) | found for rank, found in _published(b, entry.axis).items()} or told
+        for rank in [rank for rank in waiting if entry.sequence in told.get(rank, ())]:
+            if told[rank][entry.sequence] != entry.label:
+                _raise_difference(b, entry.axis, rank, (entry.sequence, entry.label, told[rank][entry.sequence]))
+            waiting.remove(rank)
+        if waiting and noted - began > _timeout_s():
+            raise RankMismatchError(f"{_where(entry)}: ranks {waiting} did not come within {_timeout_s():.0f} s")
+        if waiting:
+            time.sleep(_POLL_S)
 
 
 def program_digest() -> int:
@@ -260,14 +284,27 @@ def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
     raise lost from error
 
 
-def _published(b: _Board, axis: Axis) -> dict[int, dict[int, str]]:
-    """The histories that other ranks of the axis have published."""
+def _published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, str]]:
+    """What other ranks of the axis have published: the collectives they are in (``at``) or about to enter
+    (``next``).
+    """
     found: dict[int, dict[int, str]] = {}
     for rank in axis.ranks:
-        key = _key(b, f"at/{axis.key}/{rank}")
+        key = _key(b, f"{kind}/{axis.key}/{rank}")
         if rank != b.rank and b.store is not None and b.store.check([key]):
             found[rank] = {int(sequence): label for sequence, label in json.loads(b.store.get(key))}
     return found
+
+
+def _raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, str, str]) -> NoReturn:
+    sequence, mine, other = difference
+    error = RankMismatchError(
+        f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
+        f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; check for "
+        "branches that depend on the rank or on its data"
+    )
+    report_failure(error)
+    raise error
 
 
 def _first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:

@@ -71,6 +71,7 @@ class GroupGradients:
         self._written = [False] * len(slots)
         self._shown = [False] * len(slots)
         self._reduced = False
+        self.program: comm.Program | None = None
         self._handle: comm.Handle | None = None
         self._sent: torch.Tensor | None = None
 
@@ -119,7 +120,7 @@ class GroupGradients:
         if self._reduce_dtype != buffer.dtype and self._world > 1:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = comm.reduce_shards(buffer, self._shard_axis, self.name)
+            self._handle = comm.reduce_shards(buffer, self._shard_axis, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 

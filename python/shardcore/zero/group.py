@@ -61,6 +61,8 @@ class ShardGroup:
         self.slots = slots
         self.trainable = layout.trainable
         self.policy = policy
+        self.program: comm.Program | None = None
+        """The model's order of collectives, where units are gathered on demand."""
         self.root: Any = None
         """The :class:`Root` that this group belongs to."""
         self.holders: set[Any] = set()
@@ -114,7 +116,8 @@ class ShardGroup:
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(self._nbytes)
             self.full[self._slice].copy_(self.own)
-        self._handle = comm.gather_shards(self.full, self._axis, self.name)
+        name = f"{self.name} for state_dict" if self.exporting else self.name
+        self._handle = comm.gather_shards(self.full, self._axis, name, self.program)
 
     def unshard(self) -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""

@@ -96,9 +96,14 @@ class Root:
         """Micro-batches in the window, where an engine counts them."""
         self.loss_is_scaled = False
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
+        self._program = comm.Program()
         for group in groups:
             group.on_demand = self._gather_on_demand
             group.root = self
+            if policy.shards_params:
+                group.program = self._program
+                if group.grads is not None:
+                    group.grads.program = self._program
 
     @property
     def needs_unit_hooks(self) -> bool:
@@ -130,6 +135,8 @@ class Root:
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
             self.executed = []
+            if not self.window.num_backwards and not private.in_backward():
+                self._program.end()
         self.forward_depth += 1
 
     def end_forward(self) -> None:
@@ -179,7 +186,9 @@ class Root:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
             group.check_storage()
-        return self.window.finish()
+        present = self.window.finish()
+        self._program.end()
+        return present
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
@@ -201,6 +210,7 @@ class Root:
             group.abandon()
         self.num_micro_batches = 0
         self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
+        self._program.end()
         comm.clear_failure()
 
     def look_ahead(self, unit: Unit | None) -> None:
