@@ -100,7 +100,7 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
         (["--batch", "3", "--accumulation", "2"], "choose a multiple of 2"),
         (["--stage", "4"], "invalid choice"),
         (["--text", "no/such/place"], "no text in no/such/place"),
-        (["--text", "examples/gpt.py", "--seq", "1000"], "bytes for validation, fewer than --seq 1000"),
+        (["--seq", "1000"], "longer than the model's context of 128"),
         (["--text", "examples/gpt.py", "--batch", "4096"], "too few for one batch"),
         (["--config", "ds.json", "--stage", "1"], "--stage and --config both given"),
     ],
