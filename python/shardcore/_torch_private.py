@@ -82,8 +82,12 @@ def version(tensor: torch.Tensor) -> int:
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` out of a hook: it breaks the graph there instead of tracing collectives and storages.
 
-    The mark that ``torch.compiler.disable`` leaves, without importing the compiler (seconds at start) and its wrapper.
+    The mark of ``torch.compiler.disable`` stops the compiler at the call, and the strategy of the code keeps it out of
+    everything called from there; without importing the compiler (seconds at start) and without a wrapper at each call.
     """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 

@@ -61,14 +61,12 @@ class ShardGroup:
         self.slots = slots
         self.trainable = layout.trainable
         self.policy = policy
-        self.program: comm.Program | None = None
-        """The model's order of collectives, where units are gathered on demand."""
         self.root: Any = None
         """The :class:`Root` that this group belongs to."""
         self.holders: set[Any] = set()
         """Who uses the whole parameters now; the last one to leave releases them."""
-        self.on_demand: Callable[[ShardGroup], bool] = lambda group: False
-        """Asked when a released parameter is used: gathers it and returns True where that is legal."""
+        self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
+        self._program: comm.Program | None = None
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
 
@@ -95,6 +93,19 @@ class ShardGroup:
         if self.releases:
             self.reshard()
 
+    def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
+        """Become part of ``root``.
+
+        Args:
+            program: the model's order of collectives, where units are gathered on demand.
+            on_demand: asked when a released parameter is used; gathers it and returns True where that is legal.
+        """
+        self.root = root
+        self._program = program
+        self._on_demand = on_demand
+        if self.grads is not None:
+            self.grads.program = program
+
     @property
     def grad_shard(self) -> torch.Tensor:
         """[shard_numel] this rank's reduced mean gradient."""
@@ -117,7 +128,7 @@ class ShardGroup:
             self.full.untyped_storage().resize_(self._nbytes)
             self.full[self._slice].copy_(self.own)
         name = f"{self.name} for state_dict" if self.exporting else self.name
-        self._handle = comm.gather_shards(self.full, self._axis, name, self.program)
+        self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
 
     def unshard(self) -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
@@ -192,7 +203,7 @@ class ShardGroup:
         if self.state is ParamState.SHARDED:
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
-            if not self.on_demand(self):
+            if not self._on_demand(self):
                 name = getattr(func, "__name__", str(func))
                 raise StateError(
                     f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "

@@ -98,12 +98,7 @@ class Root:
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
         self._program = comm.Program()
         for group in groups:
-            group.on_demand = self._gather_on_demand
-            group.root = self
-            if policy.shards_params:
-                group.program = self._program
-                if group.grads is not None:
-                    group.grads.program = self._program
+            group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
 
     @property
     def needs_unit_hooks(self) -> bool:
