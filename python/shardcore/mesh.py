@@ -123,9 +123,8 @@ class Mesh:
         """A Mesh over an existing 1-D (shard) or 2-D (replicate, shard) DeviceMesh that spans all ranks."""
         if mesh.ndim not in (1, 2):
             raise ConfigError(
-                f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 "
-                f"(shard) or 2 "
-                "(replicate, shard) dimensions, or build shardcore.Mesh(...) with named sizes"
+                f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 (shard) "
+                "or 2 (replicate, shard) dimensions, or build shardcore.Mesh(...) with named sizes"
             )
         replicate = mesh.size(0) if mesh.ndim == 2 else 1
         return cls(dp=mesh.size(), replicate=replicate, device=mesh.device_type)
@@ -200,8 +199,8 @@ def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     if world % model:
         raise ConfigError(
-            f"{text}: tp x pp x cp = {model} does not divide the {world} ranks; start a multiple of {model} "
-            f"ranks, or lower one of them"
+            f"{text}: tp x pp x cp = {model} does not divide the {world} ranks; start a multiple of {model} ranks, or "
+            "lower one of them"
         )
     left = world // model
     if dp is not None and dp != left:

@@ -128,8 +128,7 @@ def attach_slot(slot: ParameterSlot) -> None:
     """Leave the slot on its parameter.
 
     Weakly: autograd nodes that the model holds refer to the parameter, and the garbage collector cannot see through
-    them.
-    A strong reference from the parameter back to its model would close a cycle that is never freed.
+    them. A strong reference from the parameter back to its model would close a cycle that is never freed.
     """
     setattr(slot.param, _SLOT_ATTRIBUTE, weakref.ref(slot))
 

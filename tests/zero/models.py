@@ -279,3 +279,24 @@ ZOO: dict[str, Case] = {
 def rows_of(batch: tuple[torch.Tensor, ...], rank: int, world: int) -> tuple[torch.Tensor, ...]:
     """This rank's rows of a global batch."""
     return tuple(tensor.chunk(world)[rank] for tensor in batch)
+
+
+class Vector(nn.Module):
+    """``(weight * x).sum(-1)``: the gradient of the weight is the mean of x over rows, chosen at will."""
+
+    def __init__(self, numel: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum(-1)
+
+
+def step_with_gradient(
+    model: nn.Module, optimizer: torch.optim.Optimizer, grad: list[float], accumulation: int = 1
+) -> None:
+    """One update in which the mean gradient over micro-batches is ``grad``."""
+    for _ in range(accumulation):
+        (model(torch.tensor([grad])).mean() / accumulation).backward()
+    optimizer.step()
+    optimizer.zero_grad()

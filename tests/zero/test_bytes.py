@@ -2,9 +2,8 @@
 
 Counted are all live storages of the process, each once, less what was there before the model: parameters, masters,
 gradients, optimizer states, the buffers of reductions and gathers, and gradients in autograd's hands. Batches are of
-one row, and the row that autograd saves for each unit is taken off at the peak; the optimizer is fused, so that it
-has no
-temporaries of its own. N is the number of parameters, d the number of ranks; gradients live from backward to
+one row, and the row that autograd saves for each unit is taken off at the peak; the optimizer is fused, so that it has
+no temporaries of its own. N is the number of parameters, d the number of ranks; gradients live from backward to
 ``zero_grad``, so "between steps" is taken before ``zero_grad``.
 """
 

@@ -12,31 +12,10 @@ from torch import nn
 import shardcore as sc
 from shardcore.testing import spmd
 from zero.following import check_follows, rows
-from zero.models import Block
+from zero.models import Block, Vector
 from zero.twin import whole_parameters
 
 all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-class Vector(nn.Module):
-    """``(weight * x).sum(-1)``: the gradient of the weight is the mean of x over rows, chosen at will."""
-
-    def __init__(self, numel: int = 2) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum(-1)
-
-
-def step_with_gradient(
-    model: nn.Module, optimizer: torch.optim.Optimizer, grad: list[float], accumulation: int = 1
-) -> None:
-    """One update in which the mean gradient over micro-batches is ``grad``."""
-    for _ in range(accumulation):
-        (model(torch.tensor([grad])).mean() / accumulation).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class Overflowing(nn.Module):

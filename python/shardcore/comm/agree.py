@@ -50,7 +50,7 @@ def agree_on(
     raise RankMismatchError(
         f"{what} differs between ranks {rest} and ranks {odd} of axis {axis.name!r}: "
         f"{first_difference(left, right) or 'no difference found in detail'}. All ranks must build the same model "
-        f"with the same settings"
+        "with the same settings"
     )
 
 

@@ -4,10 +4,8 @@ A flat buffer of an axis of W ranks is W equal shards; this rank owns the shard 
 place on that buffer. They are collective over the axis, start at once and return a :class:`Handle` to wait for.
 
 On NCCL these are the native collectives. On gloo they are composed: its reduce-scatter is an all-reduce of which most
-is
-thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one
-broadcast
-per shard gathers without staging copies (``benches/micro/collectives.py`` shows both).
+is thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one
+broadcast per shard gathers without staging copies (``benches/micro/collectives.py`` shows both).
 """
 
 from __future__ import annotations

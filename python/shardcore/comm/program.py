@@ -1,11 +1,9 @@
 """The order of collectives that the ranks are known to share, and the comparison before anything else is entered.
 
 Where units are gathered on demand, a branch that depends on the rank lets ranks enter different collectives. On gloo
-those
-of different sizes end the process without a Python error, and those of equal sizes mix up data; so a difference must be
-found before. A rank compares notes through the job's store only where it leaves the order of the last step: if ranks
-part,
-one of them does so.
+those of different sizes end the process without a Python error, and those of equal sizes mix up data; so a difference
+must be found before. A rank compares notes through the job's store only where it leaves the order of the last step: if
+ranks part, one of them does so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Never a hang: every wait polls, and after a second of silence the ranks compare notes.
 
-Each rank keeps the recent collectives of each axis in program order. A rank that has waited longer than
-``PATIENCE_S`` publishes that history in the job's key-value store, which works while collectives do not, and reads the
-others'. Ranks whose histories differ raise :class:`RankMismatchError` naming the first difference; a rank that failed
-has
-left its message there, and all raise with it. Ranks that merely compute longer are waited for.
+Each rank keeps the recent collectives of each axis in program order. A rank that has waited longer than ``PATIENCE_S``
+publishes that history in the job's key-value store, which works while collectives do not, and reads the others'. Ranks
+whose histories differ raise :class:`RankMismatchError` naming the first difference; a rank that failed has left its
+message there, and all raise with it. Ranks that merely compute longer are waited for.
 """
 
 from __future__ import annotations
@@ -186,16 +185,13 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
             difference = _first_difference(dict(b.history.get(key, ())), theirs)
             if difference is not None:
                 raise RankMismatchError(
-                    f"ranks used different units in this step, and their data were mixed: at number "
-                    f"{difference[0]} of axis "
-                    f"{axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. The "
-                    f"step was not "
-                    "applied. Every rank must use the same units in the same order"
+                    f"ranks used different units in this step, and their data were mixed: at number {difference[0]} "
+                    f"of axis {axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. "
+                    "The step was not applied. Every rank must use the same units in the same order"
                 )
     raise RankMismatchError(
-        f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step "
-        f"was not applied. "
-        "Every rank must use the same units in the same order"
+        f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step was "
+        "not applied. Every rank must use the same units in the same order"
     )
 
 
@@ -239,9 +235,8 @@ def check_level(axis: Axis) -> None:
             if b.sequence[key] != theirs[key]:
                 raise RankMismatchError(
                     f"the step cannot be reset: rank {b.rank} stopped after {b.sequence[key]} collectives, rank "
-                    f"{rank} after "
-                    f"{theirs[key]}, so the connections between them are out of step. End the job and resume from "
-                    f"a checkpoint"
+                    f"{rank} after {theirs[key]}, so the connections between them are out of step. End the job and "
+                    "resume from a checkpoint"
                 )
 
 
@@ -277,9 +272,8 @@ def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
             break  # the store is gone too
         time.sleep(0.05)
     lost = RankFailedError(
-        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process "
-        f"ended or was killed "
-        f"(its own output says why; a kill without a message often means memory ran out). Details: {error}"
+        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or "
+        f"was killed (its own output says why; a kill without a message often means memory ran out). Details: {error}"
     )
     raise lost from error
 

@@ -1,8 +1,7 @@
 """DeepSpeed's names over shardcore: ``import shardcore.deepspeed as deepspeed``.
 
 The same ``ds_config.json`` and the same loop run unchanged. Defaults and error classes are DeepSpeed's where they
-differ from
-the native ones (``docs/config.md`` lists them).
+differ from the native ones (``docs/config.md`` lists them).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
         if options.get(name) not in (None, -1):
             raise ConfigError(
                 f"init_distributed({name}={options[name]!r}): set it through the launcher's environment variables "
-                f"instead"
+                "instead"
             )
     init_process_group(None if dist_backend is None else "cuda" if dist_backend == "nccl" else "cpu")
 

@@ -86,9 +86,8 @@ class Engine(Queries, nn.Module):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(
-                f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce "
-                f"it with .mean(), and "
-                "compute it outside torch.no_grad()"
+                f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce it "
+                "with .mean(), and compute it outside torch.no_grad()"
             )
         divided = loss / self._batch.accumulation_steps if scale_wrt_gas else loss
         self._root.loss_is_scaled = True

@@ -73,8 +73,7 @@ class DynamicScale:
         if self.scale <= self.minimum:
             raise StateError(
                 f"gradients overflow although the loss scale is at its minimum {self.minimum:g}: the loss or the "
-                f"model itself gives "
-                "inf or NaN. Check the data and the learning rate, or train in bf16"
+                "model itself gives inf or NaN. Check the data and the learning rate, or train in bf16"
             )
         self.scale = max(self.scale / 2, self.minimum)
 

@@ -1,9 +1,8 @@
 """This rank's master weights, cut into the few tensors that an optimizer works on.
 
 Neighbouring parameters of one group and one set of options are one piece, so an update is a few large tensors however
-many
-parameters a model has. A parameter without a gradient must be skipped (no weight decay, no moment update); a piece that
-holds such a parameter is cut into its parameters the first time this happens, with its optimizer state.
+many parameters a model has. A parameter without a gradient must be skipped (no weight decay, no moment update); a piece
+that holds such a parameter is cut into its parameters the first time this happens, with its optimizer state.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         torch.set_rng_state(torch_state)
     if not torch.allclose(whole, cut, rtol=1e-5, atol=1e-7):
         raise ConfigError(
-            f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding "
-            f"would train another "
-            "model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
+            f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding would "
+            "train another model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
         )
 
 

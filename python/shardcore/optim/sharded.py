@@ -161,8 +161,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """Apply the window's gradients. Collective over the data-parallel axis.
 
         Clips, skips a step with non-finite gradients where the precision asks for it (see ``step_was_applied``), and
-        starts
-        gathering updated parameters where these are whole.
+        starts gathering updated parameters where these are whole.
 
         Raises:
             StateError: no backward has produced a gradient since the last ``zero_grad``; or fp16 overflow at the

@@ -40,7 +40,7 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
     if not any(param.requires_grad for param in params):
         raise ConfigError(
             f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be "
-            f"trained"
+            "trained"
         )
     roots = list(dict.fromkeys(_slot_root(param) for param in params))
     return roots, groups
@@ -54,8 +54,8 @@ def named_options(instance: torch.optim.Optimizer, targets: Any) -> list[Options
     unknown = [param for param in held if param not in known]
     if modules and unknown:
         raise ConfigError(
-            f"the optimizer holds {len(unknown)} of {len(held)} parameters that are not in the model; build it "
-            f"over model.parameters()"
+            f"the optimizer holds {len(unknown)} of {len(held)} parameters that are not in the model; build it over "
+            "model.parameters()"
         )
     return [dict(group) for group in instance.param_groups]
 
@@ -85,7 +85,7 @@ def _as_groups(targets: Any) -> list[Options]:
             if find_root(module) is None:
                 raise ConfigError(
                     f"{type(module).__name__} is not sharded; call shardcore.shard(model, stage=...) before the "
-                    f"optimizer"
+                    "optimizer"
                 )
         return [{"params": list(dict.fromkeys(p for module in items for p in module.parameters()))}]
     if items and all(isinstance(item, dict) for item in items):

@@ -146,9 +146,8 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
     edited = [slot.name for slot, version in before if private.version(slot.param) != version]
     if edited and not writeback:
         raise StateError(
-            f"parameters {edited[:5]} were written to while gathered for reading, so the edit would be lost or "
-            f"differ between "
-            "ranks; use summon(model, writeback=True), or GatheredParameters(..., modifier_rank=0)"
+            f"parameters {edited[:5]} were written to while gathered for reading, so the edit would be lost or differ "
+            "between ranks; use summon(model, writeback=True), or GatheredParameters(..., modifier_rank=0)"
         )
 
 

@@ -2,8 +2,7 @@
 
 There is one door, :meth:`GroupGradients.accumulate`; autograd hooks and other producers of gradients use it alike. The
 whole buffer is one storage with a view per parameter. Where gradients are sharded it exists only from the first
-gradient
-of a backward to the end of its reduction, by resizing that storage.
+gradient of a backward to the end of its reduction, by resizing that storage.
 """
 
 from __future__ import annotations
@@ -89,9 +88,8 @@ class GroupGradients:
         """Add ``grad`` (the shape of parameter ``index``, any float dtype) to the window's sum."""
         if grad.is_sparse:
             raise ConfigError(
-                f"parameter {self._slots[index].name!r} got a sparse gradient; sparse gradients are not "
-                f"supported: build the "
-                "embedding with sparse=False"
+                f"parameter {self._slots[index].name!r} got a sparse gradient; sparse gradients are not supported: "
+                "build the embedding with sparse=False"
             )
         self.finish_reduce()
         self._open()

@@ -1,11 +1,9 @@
 """The one mechanism behind every stage: the parameters of a unit in one flat buffer, whole or as this rank's shard.
 
 Releasing and gathering resize the buffer's one storage. The alternatives were tried: swapping ``param.data`` leaves
-what
-autograd saved (a view such as ``weight.t()``) holding the old memory, and a buffer shared by units lets the next unit
-overwrite what autograd saved, silently. A resized storage keeps parameter identity, keeps saved views valid once
-gathered
-again, and leaves version counters alone, because the gather writes through the flat tensor, which has its own.
+what autograd saved (a view such as ``weight.t()``) holding the old memory, and a buffer shared by units lets the next
+unit overwrite what autograd saved, silently. A resized storage keeps parameter identity, keeps saved views valid once
+gathered again, and leaves version counters alone, because the gather writes through the flat tensor, which has its own.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A parameter keeps its identity, shape and dtype while its data are away. For that time its class is a guard, a subclass
 of its own class whose ``__torch_function__`` sees every operation. Metadata (shape, dtype, grad, ...) pass. Anything
-that
-needs data waits for a gather that is under way; inside the model's forward it gathers; elsewhere it raises
+that needs data waits for a gather that is under way; inside the model's forward it gathers; elsewhere it raises
 :class:`StateError`. In the hot path the hooks have restored the class before a kernel sees the parameter, so the guard
 costs nothing there.
 """

@@ -2,8 +2,7 @@
 
 Forward of a unit: gather (or wait for) its groups, start gathering the next unit, compute, release. Backward of a unit
 begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no
-gradient
-of its parameters is still to come.
+gradient of its parameters is still to come.
 """
 
 from __future__ import annotations

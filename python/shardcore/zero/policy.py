@@ -82,8 +82,8 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
-                f"stage={self.stage!r}: expected 0 (replicated), 1 (optimizer states sharded), 2 (and gradients) "
-                f"or 3 (and parameters)"
+                f"stage={self.stage!r}: expected 0 (replicated), 1 (optimizer states sharded), 2 (and gradients) or 3 "
+                "(and parameters)"
             )
 
     @property

@@ -246,7 +246,6 @@ class Root:
 def _thawed(slots: Sequence[ParameterSlot]) -> str:
     names = [slot.name for slot in slots][:5]
     return (
-        f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have "
-        f"no gradient and "
-        "optimizer state; set requires_grad before shardcore.shard(model, ...)"
+        f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have no "
+        "gradient and optimizer state; set requires_grad before shardcore.shard(model, ...)"
     )

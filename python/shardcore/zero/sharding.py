@@ -37,9 +37,8 @@ def shard(
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
-    All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape,
-    dtype and
-    ``requires_grad``; at stage 3 their data are there only while the module uses them.
+    All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype
+    and ``requires_grad``; at stage 3 their data are there only while the module uses them.
 
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is

@@ -1,8 +1,7 @@
 """Which modules are the units of sharding, and which parameter belongs to which.
 
 A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that
-holds
-it; one that several units hold (tied weights) is a unit of its own, which all of them use.
+holds it; one that several units hold (tied weights) is a unit of its own, which all of them use.
 """
 
 from __future__ import annotations
@@ -203,8 +202,8 @@ def check_parameters(model: nn.Module) -> None:
     for name, param in params.items():
         if not param.is_floating_point():
             raise ConfigError(
-                f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a "
-                f"buffer or real"
+                f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer "
+                "or real"
             )
         if param.device.type == "meta":
             raise ConfigError(
