@@ -3,9 +3,60 @@ The Rust core of shardcore. Import its names from the rooms, such as ``shardcore
 """
 
 from collections.abc import Iterable
-from typing import Any, SupportsIndex, final
+from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["ShardLayout", "ShardPlan", "first_difference", "groups", "plan_shards", "shard_layout"]
+from _typeshed import Incomplete, SupportsGetItem
+
+__all__ = ["HostLink", "ShardLayout", "ShardPlan", "first_difference", "groups", "plan_shards", "shard_layout"]
+
+@final
+class HostLink:
+    """
+    This rank's end of a link between the ranks of one axis, all on one machine.
+
+    Exchanges are numbered in the order in which they are made, the same on all ranks. Tensors are contiguous and on
+    the CPU; the link keeps them alive until their exchange is complete.
+    """
+    def __new__(cls, /, rank: SupportsIndex) -> HostLink:
+        """
+        A link of the rank at position ``rank``, not connected yet.
+
+        Raises StateError where the kernel refuses what it needs.
+        """
+    def card(self, /) -> str:
+        """
+        What peers need to connect to this rank: ASCII text of less than 256 characters.
+        """
+    def close(self, /) -> None:
+        """
+        Ends the link; what is under way stays incomplete.
+        """
+    def connect(self, /, cards: SupportsGetItem[int, str]) -> None:
+        """
+        Connects to the ranks that gave these cards (in rank order, this rank's among them).
+
+        Raises StateError if a peer is on another machine or may not be read.
+        """
+    def exchange(
+        self,
+        /,
+        tag: SupportsIndex,
+        source: Incomplete,
+        pulls: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, Incomplete]],
+    ) -> int:
+        """
+        Starts an exchange and returns its number.
+
+        ``source`` is what peers may read until the exchange is complete. ``pulls`` lists ``(peer, offset, into)``: fill
+        the tensor ``into`` with the bytes from ``offset`` on of what ``peer`` gives. ``tag`` says what is exchanged;
+        ranks with different tags at one number fail and read nothing.
+        """
+    def wait(self, /, sequence: SupportsIndex, timeout_s: SupportsFloat | SupportsIndex) -> bool:
+        """
+        Waits until all ranks have what they need from the exchange; False if that takes longer than ``timeout_s``.
+
+        Raises RankMismatchError if a rank runs another exchange, or its process has ended.
+        """
 
 @final
 class ShardLayout:

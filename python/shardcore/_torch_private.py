@@ -6,6 +6,8 @@ release changes one of these, this file is the only one to mend.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node, register_multi_grad_hook
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +27,7 @@ DispatchMode = TorchDispatchMode
 """Sees every operation that torch dispatches while it is entered."""
 
 _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
+_clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,6 +136,39 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     optimizer.step = replaced  # type: ignore[method-assign]
 
 
+@contextmanager
+def without_loading_compiler() -> Iterator[None]:
+    """Make an optimizer inside without importing ``torch._dynamo``, which takes over a second.
+
+    ``Optimizer.add_param_group`` imports it only to be left alone by it, and remembers the outcome at this attribute.
+    Nothing is changed once the compiler is there.
+    """
+    function = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules or hasattr(function, "__dynamo_disable"):
+        yield
+        return
+    setattr(function, "__dynamo_disable", function)
+    try:
+        yield
+    finally:
+        delattr(function, "__dynamo_disable")
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step with the ``step`` of the optimizer's class, under ``torch.no_grad()``.
+
+    One of torch's own runs without the layers around it: these import ``torch._dynamo`` (over a second) to break a
+    graph that is not being compiled. A ``step`` on the instance is passed over: a scheduler that was made for the
+    instance of which this one is a copy has put it there, and it would step that instance.
+    """
+    step = type(optimizer).step
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if is_torchs and not has_hooks and not optimizer.defaults.get("differentiable"):
+        step = inspect.unwrap(step)
+    step(optimizer)
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers of an optimizer that was taken over that it has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -142,3 +179,30 @@ def before_any_optimizer_step(check: Callable[[torch.optim.Optimizer], None]) ->
     if check not in _optimizer_checks:
         _optimizer_checks.append(check)
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
+
+
+def before_any_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Call ``check`` with the parameters before ``torch.nn.utils`` clips their gradients; each function is added once.
+
+    torch's functions see no gradient on sharded parameters and would clip nothing. The norm is taken hold of at the
+    helper that ``clip_grad_norm_`` looks up when it runs, so code that imported it earlier is checked too.
+    """
+    if check in _clipping_checks:
+        return
+    _clipping_checks.append(check)
+    if len(_clipping_checks) > 1:
+        return
+    norm, value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
+    clip_grad._clip_grads_with_norm_ = _checked(norm)
+    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = _checked(value)
+
+
+def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for check in _clipping_checks:
+            check(parameters)
+        return clip(parameters, *args, **kwargs)
+
+    return checked

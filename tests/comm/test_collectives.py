@@ -7,10 +7,26 @@ import torch
 
 import shardcore as sc
 from shardcore import comm
+from shardcore.comm.neighbours import link_of
+from shardcore.comm.watch import board
 from shardcore.errors import RankMismatchError
+from shardcore.mesh import Axis
 from shardcore.testing import spmd
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+LINKED = pytest.mark.parametrize("linked", [True, False], ids=["link", "gloo"])
+"""Both ways on CPU: ranks that read each other's memory, and gloo."""
+
+
+def cpu_axis(linked: bool) -> Axis:
+    axis = sc.Mesh(device="cpu")["dp"]
+    if not linked:
+        board().links[axis.key] = None
+    elif axis.size > 1:
+        assert link_of(axis) is not None, "the ranks of one machine are not linked"
+    return axis
 
 
 def whole(rank: int, world: int, dtype: torch.dtype, shard_numel: int = 5) -> torch.Tensor:
@@ -18,10 +34,11 @@ def whole(rank: int, world: int, dtype: torch.dtype, shard_numel: int = 5) -> to
     return (torch.arange(world * shard_numel) % 7 + rank).to(dtype)
 
 
+@LINKED
 @pytest.mark.parametrize("dtype", DTYPES)
 @spmd(world=[1, 2, 3, 4])
-def test_gather_fills_in_every_ranks_shard(world: int, dtype: torch.dtype) -> None:
-    axis = sc.Mesh(device="cpu")["dp"]
+def test_gather_fills_in_every_ranks_shard(world: int, dtype: torch.dtype, linked: bool) -> None:
+    axis = cpu_axis(linked)
     full = torch.full((world * 5,), -1, dtype=dtype)
     full[axis.rank * 5 : axis.rank * 5 + 5] = axis.rank
     comm.reset_traffic()
@@ -32,10 +49,11 @@ def test_gather_fills_in_every_ranks_shard(world: int, dtype: torch.dtype) -> No
     assert comm.traffic().get("gather", 0) == (world - 1) * 5 * full.element_size()
 
 
+@LINKED
 @pytest.mark.parametrize("dtype", DTYPES)
 @spmd(world=[1, 2, 3, 4])
-def test_reduce_sums_into_this_ranks_shard(world: int, dtype: torch.dtype) -> None:
-    axis = sc.Mesh(device="cpu")["dp"]
+def test_reduce_sums_into_this_ranks_shard(world: int, dtype: torch.dtype, linked: bool) -> None:
+    axis = cpu_axis(linked)
     full = whole(axis.rank, world, dtype)
     expected = torch.stack([whole(rank, world, dtype) for rank in range(world)]).sum(0)
     comm.reset_traffic()
@@ -59,17 +77,54 @@ def test_all_reduce_and_broadcast(world: int, dtype: torch.dtype) -> None:
     assert torch.equal(copy, every[-1])
 
 
-@spmd(world=3)
-def test_reduction_does_not_depend_on_timing() -> None:
-    """Sums are in rank order: the same bits each time, where floating addition does not commute with order."""
-    axis = sc.Mesh(device="cpu")["dp"]
-    start = torch.randn(300, generator=torch.Generator().manual_seed(axis.rank)) * 10.0 ** (axis.rank * 3)
-    found = []
+@LINKED
+@spmd(world=[3, 4])
+def test_reduction_is_in_rank_order(world: int, linked: bool) -> None:
+    """The same bits each time and each way, where floating addition depends on the order."""
+    axis = cpu_axis(linked)
+    starts = [
+        torch.randn(world * 100, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
+        for rank in range(world)
+    ]
+    mine = slice(axis.rank * 100, axis.rank * 100 + 100)
+    expected = starts[0][mine].clone()
+    for start in starts[1:]:
+        expected += start[mine]
     for _ in range(5):
-        full = start.clone()
+        full = starts[axis.rank].clone()
         comm.reduce_shards(full, axis, "test").wait()
-        found.append(full[axis.rank * 100 : axis.rank * 100 + 100])
-    assert all(torch.equal(each, found[0]) for each in found)
+        assert torch.equal(full[mine], expected)
+
+
+@spmd(world=3)
+def test_one_rank_that_may_not_be_read_keeps_all_with_gloo() -> None:
+    axis = sc.Mesh(device="cpu")["dp"]
+    with pytest.MonkeyPatch.context() as patch:
+        if axis.rank == 1:
+            patch.setenv("SHARDCORE_HOST_LINK", "0")
+        assert link_of(axis) is None
+    full = torch.full((3,), float(axis.rank))
+    comm.gather_shards(full, axis, "test").wait()
+    assert full.tolist() == [0.0, 1.0, 2.0]
+
+
+@spmd(world=2)
+def test_many_exchanges_under_way_at_once() -> None:
+    axis = cpu_axis(linked=True)
+    buffers = [torch.full((2 * n,), float(axis.rank)) for n in range(1, 200)]
+    handles = [comm.gather_shards(full, axis, f"group {i}") for i, full in enumerate(buffers)]
+    for full, handle in zip(reversed(buffers), reversed(handles), strict=True):
+        handle.wait()
+        assert full.tolist() == [0.0] * (full.numel() // 2) + [1.0] * (full.numel() // 2)
+
+
+@spmd(world=2)
+def test_linked_ranks_in_different_collectives_are_told_and_read_nothing() -> None:
+    axis = cpu_axis(linked=True)
+    full = torch.full((8,), float(axis.rank))
+    with pytest.raises(RankMismatchError, match=r"gather unit [ab]"):
+        comm.gather_shards(full, axis, "unit a" if axis.rank == 0 else "unit b").wait()
+    assert full.tolist() == [float(axis.rank)] * 8
 
 
 @spmd(world=2)

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import shardcore as sc
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, StateError
 from shardcore.protocols import find_root
 from shardcore.testing import spmd
 from zero.following import check_follows, rows, seeded
@@ -59,18 +60,19 @@ def test_b10_norm_is_global_and_before_clipping(stage: int) -> None:
 @all_stages
 @spmd(world=2)
 def test_b38_torchs_clip_function_never_clips_by_a_local_norm(stage: int) -> None:
-    """Stage 0 shows whole gradients, so it clips rightly; elsewhere gradients are not on the parameters, and nothing
-    changes.
-    """
+    """Stage 0 shows whole gradients, so it clips rightly; elsewhere gradients are not on the parameters: an error."""
     model = sc.shard(Vector(), stage=stage)
     optimizer = sc.optimizer(torch.optim.SGD, model, lr=1.0)
     model(torch.tensor([[3.0, 4.0]])).mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    update = whole_parameters(model)["weight"]
-    expected = torch.tensor([-0.6, -0.8]) if stage == 0 else torch.tensor([-3.0, -4.0])
-    torch.testing.assert_close(update, expected)
-    assert float(norm) == pytest.approx(5.0 if stage == 0 else 0.0)
+    if stage == 0:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(whole_parameters(model)["weight"], torch.tensor([-0.6, -0.8]))
+        assert float(norm) == pytest.approx(5.0)
+        return
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        with pytest.raises(StateError, match=r"'weight', stage \d\).*max_grad_norm"):
+            clip(model.parameters(), 1.0)
 
 
 @all_stages

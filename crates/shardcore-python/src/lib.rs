@@ -6,11 +6,15 @@
 mod args;
 mod error;
 mod gil;
+mod link;
 mod plan;
+mod tensor;
 
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::link::PyHostLink;
     #[pymodule_export]
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
 }

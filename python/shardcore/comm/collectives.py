@@ -3,9 +3,10 @@
 A flat buffer of an axis of W ranks is W equal shards; this rank owns the shard at its position. All operations work in
 place on that buffer. They are collective over the axis, start at once and return a :class:`Handle` to wait for.
 
-On NCCL these are the native collectives. On gloo they are composed: its reduce-scatter is an all-reduce of which most
+On NCCL these are the native collectives. On CPU they are composed: gloo's reduce-scatter is an all-reduce of which most
 is thrown away, while an all-to-all with a local sum in rank order moves exactly the reduce-scatter volume; and one
-broadcast per shard gathers without staging copies (``benches/micro/collectives.py`` shows both).
+broadcast per shard gathers without staging copies. Ranks on one machine do the same by reading each other's memory
+(:mod:`neighbours`). ``benches/micro/collectives.py`` shows all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardcore.comm import watch
+from shardcore.comm import neighbours, watch
 from shardcore.comm.program import Program
 from shardcore.mesh import Axis
 
@@ -29,7 +30,7 @@ class Handle:
     __slots__ = ("_entry", "_finish", "_works")
 
     def __init__(
-        self, works: Sequence[dist.Work], entry: watch.Entry | None, finish: Callable[[], None] | None = None
+        self, works: Sequence[watch.Waitable], entry: watch.Entry | None, finish: Callable[[], None] | None = None
     ) -> None:
         self._works = works
         self._entry = entry
@@ -64,7 +65,11 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     if full.is_cuda:
         work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
         return Handle((_work(work),), entry)
-    return Handle([_broadcast(shards[i], axis, i) for i in range(axis.size)], entry)
+    link = neighbours.link_of(axis)
+    if link is None:
+        return Handle([_broadcast(shards[i], axis, i) for i in range(axis.size)], entry)
+    pulls = [(i, 0, shards[i]) for i in _others(axis)]
+    return Handle((neighbours.exchange(link, entry, shards[axis.rank], pulls),), entry)
 
 
 def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | None = None) -> Handle:
@@ -115,26 +120,46 @@ def reset_traffic() -> None:
 def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis, entry: watch.Entry) -> Handle:
     """Reduce-scatter as all-to-all and a local sum in rank order, so that the result does not depend on timing."""
     own = shards[axis.rank]
-    if axis.size == 2:  # a sum of two needs only the other's half: less memory, one copy less
-        other, split = shards[1 - axis.rank], [0, 0]
-        split[1 - axis.rank] = own.numel()
-        received = torch.empty_like(own)
-        work = dist.all_to_all_single(received, other, split, split, group=axis.group, async_op=True)
-
-        def add_other() -> None:
-            own.add_(received)
-
-        return Handle((_work(work),), entry, add_other)
-    received = torch.empty_like(full)
-    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+    link = neighbours.link_of(axis)
+    if link is not None:
+        parts = _parts_without_own(own, axis)
+        pulls = [(i, own.nbytes * axis.rank, parts[i]) for i in _others(axis)]
+        work: watch.Waitable = neighbours.exchange(link, entry, full, pulls)
+    elif axis.size == 2:  # a sum of two needs only the other's half: less memory, one copy less
+        parts = _parts_without_own(own, axis)
+        other = 1 - axis.rank
+        split = [own.numel() if i == other else 0 for i in range(2)]
+        work = _all_to_all(parts[other], shards[other], axis, split)
+    else:
+        received = torch.empty_like(full)
+        parts = _shards(received, axis)
+        work = _all_to_all(received, full, axis)
 
     def add_in_rank_order() -> None:
-        parts = _shards(received, axis)
-        torch.add(parts[0], parts[1], out=own)
-        for part in parts[2:]:
-            own.add_(part)
+        total, *middle, last = parts
+        for part in middle:
+            total.add_(part)
+        torch.add(total, last, out=own)
 
-    return Handle((_work(work),), entry, add_in_rank_order)
+    return Handle((work,), entry, add_in_rank_order)
+
+
+def _parts_without_own(own: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+    """A buffer for each other rank's part of the sum, and this rank's own part in its place."""
+    parts = list(own.new_empty((axis.size - 1, own.numel())).unbind(0))
+    parts.insert(axis.rank, own)
+    return parts
+
+
+def _all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, axis: Axis, split: list[int] | None = None
+) -> watch.Waitable:
+    return _work(dist.all_to_all_single(received, sent, split, split, group=axis.group, async_op=True))
+
+
+def _others(axis: Axis) -> list[int]:
+    """The other positions along the axis, each rank's from its own on, so that not all read from one at once."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
 def _shards(full: torch.Tensor, axis: Axis) -> list[torch.Tensor]:

@@ -18,11 +18,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
 from shardcore import _torch_private as private
+from shardcore._core import HostLink
 from shardcore._torch_private import Store
 from shardcore.errors import RankMismatchError
 from shardcore.mesh import Axis
@@ -58,6 +59,8 @@ class _Board:
     failed: bool = False
     sequence: dict[str, int] = field(default_factory=dict)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+    links: dict[str, HostLink | None] = field(default_factory=dict)
+    """Per axis: how its ranks read each other's memory, if they may."""
 
 
 _board: _Board | None = None
@@ -89,7 +92,17 @@ def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
     return Entry(axis, sequence, label)
 
 
-def wait(work: dist.Work, entry: Entry) -> None:
+class Waitable(Protocol):
+    """A collective under way."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Return when it is complete; raise after ``timeout``."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+
+def wait(work: Waitable, entry: Entry) -> None:
     """Wait for a collective; raises instead of hanging.
 
     Raises:

@@ -98,8 +98,14 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
         mesh,
         stage=config.zero.stage,
         precision=_precision(config),
-        segment_nbytes=config.zero.reduce_bucket_size * _BYTES[config.param_dtype],
+        segment_nbytes=_segment_nbytes(config, mesh),
     )
+
+
+def _segment_nbytes(config: Config, mesh: Mesh) -> int:
+    """The largest group whose working buffers (a backward holds up to four at once) stay within one bucket."""
+    bucket_nbytes = config.zero.reduce_bucket_size * _BYTES[config.param_dtype]
+    return max(min(bucket_nbytes // 4, zero.default_segment_nbytes(mesh.device)), 1)
 
 
 def _config_source(args: Any, config: Any, config_params: Any, failure: type[ConfigError]) -> Any:

@@ -87,7 +87,8 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             for key, value in inner.items():
                 public.setdefault(key, value)
         self._groups_are_fixed = False
-        super().__init__(groups, self.inner.defaults)
+        with private.without_loading_compiler():
+            super().__init__(groups, self.inner.defaults)
         self._groups_are_fixed = True
         self.param_groups = groups
         self.max_grad_norm = max_grad_norm
@@ -260,7 +261,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
-        self.inner.step()
+        private.plain_step(self.inner)
         for group, flags in zip(groups, present, strict=True):
             if any(flags):
                 group.publish()
@@ -335,7 +336,8 @@ def _build_inner(
 ) -> torch.optim.Optimizer:
     """The inner optimizer over 1-D pieces, or a ConfigError with what it says against them or its options."""
     try:
-        return build(groups)
+        with private.without_loading_compiler():
+            return build(groups)
     except ValueError as error:
         raise ConfigError(
             f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"

@@ -2,6 +2,16 @@
 
 from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
 from shardcore.zero.policy import Precision
-from shardcore.zero.sharding import shard
+from shardcore.zero.sharding import default_segment_nbytes, shard
 
-__all__ = ["Precision", "gathered", "local_shard", "no_sync", "reset_iteration", "shard", "state_dict", "summon"]
+__all__ = [
+    "Precision",
+    "default_segment_nbytes",
+    "gathered",
+    "local_shard",
+    "no_sync",
+    "reset_iteration",
+    "shard",
+    "state_dict",
+    "summon",
+]

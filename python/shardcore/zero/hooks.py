@@ -8,7 +8,7 @@ gradient of its parameters is still to come.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ def install(root: Root) -> None:
             unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(hooks.post_forward)
     private.before_any_optimizer_step(_refuse_unsharded_optimizer)
+    private.before_any_clipping(_refuse_unsharded_clipping)
     outer = _RootHooks(root)
     root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
     root.module.register_forward_hook(outer.post_forward, always_call=True)
@@ -53,6 +54,18 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 f"{slot.name!r}), whose gradients it does not see: use optim = "
                 f"shardcore.optimizer({type(optimizer).__name__}, "
                 "model, ...), or pass it this optimizer, and step the result"
+            )
+
+
+def _refuse_unsharded_clipping(params: Sequence[torch.Tensor]) -> None:
+    """torch's own clipping would find no gradients on sharded parameters, and clip nothing; say so."""
+    for param in params:
+        slot = find_slot(param)
+        if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
+            raise StateError(
+                f"torch.nn.utils was asked to clip gradients of a sharded model (such as that of {slot.name!r}, stage "
+                f"{slot.group.policy.stage}), which are not on its parameters: use shardcore.optimizer(..., "
+                "max_grad_norm=...) or the configuration's gradient_clipping, which clip in step()"
             )
 
 

@@ -14,6 +14,7 @@ from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_ro
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
+from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.root import Root, Unit
 from shardcore.zero.units import Assignment, Units, assign_units, check_parameters, parameter_dtype
@@ -21,8 +22,12 @@ from shardcore.zero.units import Assignment, Units, assign_units, check_paramete
 if TYPE_CHECKING:
     from shardcore.mesh import DeviceMesh
 
-DEFAULT_SEGMENT_NBYTES = 64 << 20
-"""A unit's parameters are split into groups of at most this size, which bounds the buffer of one reduction."""
+
+def default_segment_nbytes(device: torch.device) -> int:
+    """A unit's parameters are split into groups of at most this size, which bounds the buffers of one reduction. On
+    CPU it is what the heap keeps when it is released.
+    """
+    return 28 << 20 if device.type == "cpu" else 64 << 20
 
 
 def shard(
@@ -48,6 +53,7 @@ def shard(
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
+        None means :func:`shardcore.zero.default_segment_nbytes`.
 
     Returns:
         The same module.
@@ -64,12 +70,14 @@ def shard(
     if budget is not None:
         raise ConfigError("shard(budget=...) is not available yet; stage 3 looks one unit ahead. Leave it out")
     mesh = _as_mesh(mesh)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
     _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
     shard_axis, replicate_axis = _axes(mesh, policy)
-    shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or DEFAULT_SEGMENT_NBYTES)
+    shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
     groups = _make_groups(assignment, shard_plan, policy, precision, shard_axis, replicate_axis, mesh.device)
