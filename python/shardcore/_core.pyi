@@ -21,7 +21,7 @@ class HostLink:
         """
         A link of the rank at position ``rank``, not connected yet.
 
-        Raises StateError where the kernel refuses what it needs.
+        Raises ``StateError`` where the kernel refuses what it needs.
         """
     def card(self, /) -> str:
         """
@@ -35,7 +35,7 @@ class HostLink:
         """
         Connects to the ranks that gave these cards (in rank order, this rank's among them).
 
-        Raises StateError if a peer is on another machine or may not be read.
+        Raises ``StateError`` if a peer is on another machine or may not be read.
         """
     def exchange(
         self,
@@ -55,7 +55,7 @@ class HostLink:
         """
         Waits until all ranks have what they need from the exchange; False if that takes longer than ``timeout_s``.
 
-        Raises RankMismatchError if a rank runs another exchange, or its process has ended.
+        Raises ``RankMismatchError`` if a rank runs another exchange, or its process has ended.
         """
 
 @final

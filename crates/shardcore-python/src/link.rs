@@ -24,7 +24,7 @@ pub(crate) struct PyHostLink {
 impl PyHostLink {
     /// A link of the rank at position ``rank``, not connected yet.
     ///
-    /// Raises StateError where the kernel refuses what it needs.
+    /// Raises ``StateError`` where the kernel refuses what it needs.
     #[new]
     fn new(py: Python<'_>, rank: usize) -> PyResult<Self> {
         let link = gil::run(py, || Link::new(rank))?;
@@ -38,7 +38,8 @@ impl PyHostLink {
 
     /// Connects to the ranks that gave these cards (in rank order, this rank's among them).
     ///
-    /// Raises StateError if a peer is on another machine or may not be read.
+    /// Raises ``StateError`` if a peer is on another machine or may not be read.
+    #[expect(clippy::needless_pass_by_value, reason = "a Python list becomes a vector")]
     fn connect(&self, py: Python<'_>, cards: Vec<String>) -> PyResult<()> {
         gil::run(py, || self.link.connect(&cards))
     }
@@ -73,7 +74,7 @@ impl PyHostLink {
 
     /// Waits until all ranks have what they need from the exchange; False if that takes longer than ``timeout_s``.
     ///
-    /// Raises RankMismatchError if a rank runs another exchange, or its process has ended.
+    /// Raises ``RankMismatchError`` if a rank runs another exchange, or its process has ended.
     fn wait(&self, py: Python<'_>, sequence: u64, timeout_s: f64) -> PyResult<bool> {
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX);
         let is_complete = gil::run(py, || self.link.wait(sequence, timeout))?;
