@@ -54,7 +54,7 @@ def main() -> None:
         settings={
             "ranks": NUM_RANKS,
             "threads per rank": THREADS_PER_RANK,
-            "backend": "gloo",
+            "backend": "gloo; shardcore's ranks read each other's memory",
             "dtype": "fp32",
             "optimizer": "fused AdamW",
             "tokens per rank and step": f"{args.batch} x {args.seq}",
