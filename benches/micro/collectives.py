@@ -1,4 +1,4 @@
-"""Which way of moving shards is fastest over gloo, and what ``shardcore.comm`` takes.
+"""Which way of moving shards between CPU ranks is fastest: those of gloo, and what ``shardcore.comm`` takes.
 
     python benches/micro/collectives.py
 
