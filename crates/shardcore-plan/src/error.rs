@@ -51,6 +51,45 @@ pub enum PlanError {
     #[error("no parameter named {name:?} in this layout of {num_params} parameters")]
     UnknownParameter { name: String, num_params: usize },
 
+    #[error("unknown phase {phase:?}: expected \"forward\" or \"backward\"")]
+    UnknownPhase { phase: String },
+
+    #[error("unknown objective {objective:?}: expected \"bytes\" or \"time\"")]
+    UnknownObjective { objective: String },
+
+    #[error("a time is {value}: expected a finite number of seconds of at least 0, and a bandwidth above 0")]
+    BadTime { value: String },
+
+    #[error("unit {name:?} appears twice (positions {first} and {second}): names must be unique")]
+    DuplicateUnit { name: String, first: usize, second: usize },
+
+    #[error("use {index} of the trace: {reason}")]
+    BadUse { index: usize, reason: String },
+
+    #[error(
+        "use {index} of the trace: with unit {name:?} ({nbytes} bytes) all uses together hold more than 2^63 - 1 bytes; check its size"
+    )]
+    TraceTooLarge { index: usize, name: String, nbytes: u64 },
+
+    #[error(
+        "the budget of {budget} bytes is too small: use {index} ({phase}) needs {sum} = {needed} bytes at once; the smallest workable budget is {smallest} bytes; raise the budget, or split the model into smaller units"
+    )]
+    BudgetTooSmall { budget: u64, index: usize, phase: &'static str, sum: String, needed: u64, smallest: u64 },
+
+    #[error(
+        "the budget of {budget} bytes is too small: unit {name:?} alone has {nbytes} bytes, and what is in use around it comes on top; raise the budget to {nbytes} bytes at least, or split the model into smaller units"
+    )]
+    UnitAboveBudget { budget: u64, name: String, nbytes: u64 },
+
+    #[error("unit {unit} is out of range: there are {num_units} units (from 0)")]
+    UnitOutOfRange { unit: i128, num_units: usize },
+
+    #[error("unit {name:?} is used outside of a step: call begin first")]
+    NoStep { name: String },
+
+    #[error("unit {name:?} is left, but no {phase} use of it has begun: each enter has one leave")]
+    NotInUse { name: String, phase: &'static str },
+
     #[error("not a plan document: {reason}")]
     BadDocument { reason: String },
 }

@@ -8,6 +8,7 @@
 //! | [`layout`] | where each parameter lies in a flat buffer, and which piece of it each rank holds |
 //! | [`groups`] | which parameters share a buffer: one dtype, one trainability, a bounded size |
 //! | [`bucket`] | in which order the groups' gradients are reduced |
+//! | [`prefetch`] | when units are gathered and released in a step |
 //! | [`shard_plan`] | all of it for a model cut into units |
 //!
 //! A plan also has a digest (ranks compare it at the start), a table for people (`explain`) and a JSON document, of
@@ -18,6 +19,7 @@
 pub mod bucket;
 pub mod groups;
 pub mod layout;
+pub mod prefetch;
 pub mod shard_plan;
 
 mod diff;

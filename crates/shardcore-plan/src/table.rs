@@ -75,6 +75,13 @@ pub(crate) fn bytes(nbytes: u64) -> String {
     format!("{}.{} {}", tenths / 10, tenths % 10, UNITS[unit])
 }
 
+/// A duration in its largest unit below it, with one decimal: `1.5 ms`.
+pub(crate) fn seconds(value: f64) -> String {
+    const UNITS: [(f64, &str); 3] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")];
+    let (scale, name) = UNITS.into_iter().find(|(scale, _)| value >= *scale).unwrap_or((1e-9, "ns"));
+    if value == 0.0 { "0 s".to_owned() } else { format!("{:.1} {name}", value / scale) }
+}
+
 /// `1 shard`, `2 shards`.
 pub(crate) fn counted(value: u64, noun: &str) -> String {
     format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
@@ -96,6 +103,11 @@ mod tests {
         assert_eq!([bytes(0), bytes(1023), bytes(1024), bytes(1536)], ["0 B", "1023 B", "1.0 KiB", "1.5 KiB"]);
         assert_eq!([bytes(10 << 30), bytes(u64::MAX)], ["10.0 GiB", "15.9 EiB"]);
         assert_eq!([percent(1, 8), percent(0, 0), percent(7, 7)], ["12.5%", "0.0%", "100.0%"]);
+        assert_eq!(
+            [seconds(0.0), seconds(90.0), seconds(0.8), seconds(2.5e-5)],
+            ["0 s", "90.0 s", "800.0 ms", "25.0 us"]
+        );
+        assert_eq!([seconds(3e-9), seconds(4e-10)], ["3.0 ns", "0.4 ns"]);
         assert_eq!([counted(1, "shard"), counted(2000, "shard")], ["1 shard", "2,000 shards"]);
     }
 

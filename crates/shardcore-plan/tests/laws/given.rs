@@ -40,3 +40,9 @@ pub(crate) fn mixed_params(max: usize) -> impl Strategy<Value = Vec<Param>> {
             .collect()
     })
 }
+
+/// How many cases: `usual` in every run, `full` with `SHARDCORE_FULL=1`.
+#[expect(clippy::disallowed_methods, reason = "tests read their environment, plans do not")]
+pub(crate) fn cases(usual: u32, full: u32) -> u32 {
+    if std::env::var("SHARDCORE_FULL").is_ok_and(|value| value == "1") { full } else { usual }
+}

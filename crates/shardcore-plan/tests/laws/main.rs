@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
+mod coordinator;
 mod given;
 mod groups;
 mod layout;
+mod prefetch;
 mod shard_plan;
