@@ -12,8 +12,8 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Places that the search may look at, over all exchanges: a bound on its time that depends on the input only.
-const SEARCH_WORK: u64 = 20_000_000;
+/// Places that the exchanges may look at, a few milliseconds: a bound on their time that depends on the input only.
+const SEARCH_WORK: u64 = 2_000_000;
 
 /// A stretch `start..stop` of places over which a unit of `nbytes` could be kept.
 #[derive(Clone, Copy, Debug)]

@@ -167,9 +167,9 @@ proptest! {
 #[test]
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
 fn random_sizes_gather_hardly_more_than_the_fewest_bytes() {
-    let num_cases = cases(1_000, 10_000);
+    let num_cases = cases(300, 1);
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]));
-    let given = (traces(random_sizes(2..7), 4..17), 0_u64..200);
+    let given = (traces(random_sizes(6..9), 20..40), 0_u64..200);
     let (mut sum, mut worst) = (0.0, 1.0_f64);
     for _ in 0..num_cases {
         let (trace, slack) = given.new_tree(&mut runner).unwrap().current();
@@ -182,6 +182,7 @@ fn random_sizes_gather_hardly_more_than_the_fewest_bytes() {
         worst = worst.max(ratio);
     }
     let mean = sum / f64::from(num_cases);
+    println!("mean {mean} worst {worst}");
     assert!(mean <= 1.001 && worst <= 1.1, "mean {mean}, worst {worst}"); // Promised: a mean of 1.05.
 }
 
