@@ -63,6 +63,9 @@ pub enum PlanError {
     #[error("unit {name:?} appears twice (positions {first} and {second}): names must be unique")]
     DuplicateUnit { name: String, first: usize, second: usize },
 
+    #[error("unit {name:?} has {nbytes} bytes: expected 0 to 2^63 - 1")]
+    BadUnitSize { name: String, nbytes: i128 },
+
     #[error("use {index} of the trace: {reason}")]
     BadUse { index: usize, reason: String },
 
@@ -112,6 +115,12 @@ impl PlanError {
     pub fn segment_nbytes(value: impl Into<i128>) -> Self {
         let expected = "at least 1 byte, or None for no limit";
         Self::OutOfRange { what: "segment_nbytes", value: value.into(), expected }
+    }
+
+    /// A limit in bytes that is negative, or beyond 64 bits.
+    #[must_use]
+    pub fn limit(what: &'static str, value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what, value: value.into(), expected: "0 to 2^64 - 1 bytes" }
     }
 
     /// A negative number of elements, or one beyond any buffer.

@@ -8,6 +8,8 @@ mod error;
 mod gil;
 mod link;
 mod plan;
+mod prefetch;
+mod prefetch_args;
 mod tensor;
 
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
@@ -17,4 +19,6 @@ mod _core {
     use crate::link::PyHostLink;
     #[pymodule_export]
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
+    #[pymodule_export]
+    use crate::prefetch::{PyPrefetchCoordinator, PyPrefetchPlan, prefetch};
 }

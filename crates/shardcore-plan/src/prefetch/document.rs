@@ -24,17 +24,18 @@ struct Document<'a> {
     max_reuse_nbytes: Option<u64>,
     persistence_nbytes: u64,
     objective: Objective,
-    latency: Seconds,
-    seconds_per_byte: Seconds,
     units: Cow<'a, [GatherUnit]>,
     uses: Cow<'a, [Use]>,
+    latency: Seconds,
+    seconds_per_byte: Seconds,
     gathers: Cow<'a, [Gather]>,
     kept: Cow<'a, [bool]>,
 }
 
 impl PrefetchPlan {
-    /// The plan as a compact JSON document: its limits (bytes), `objective` and cost, `units` (`name`, `nbytes`),
-    /// `uses` (`unit`, `phase`, `seconds`, `span`), `gathers` (`unit`, `start`, `need`) and for each use `kept`.
+    /// The plan as a compact JSON document: its limits (bytes) and `objective`, `units` (`name`, `nbytes`), `uses`
+    /// (`unit`, `phase`, `seconds`, `span`), what a gather costs, `gathers` (`unit`, `start`, `need`) and for each use
+    /// `kept`.
     #[must_use]
     pub fn to_json(&self) -> String {
         let (limits, cost) = (self.limits(), self.cost());
@@ -46,10 +47,10 @@ impl PrefetchPlan {
             max_reuse_nbytes: limits.max_reuse_nbytes,
             persistence_nbytes: limits.persistence_nbytes,
             objective: self.objective(),
-            latency: cost.latency,
-            seconds_per_byte: cost.per_byte,
             units: self.trace().units().into(),
             uses: self.trace().uses().into(),
+            latency: cost.latency,
+            seconds_per_byte: cost.per_byte,
             gathers: self.gathers().into(),
             kept: self.kept().into(),
         })

@@ -14,16 +14,16 @@ use crate::prefetch::trace::{GatherUnit, Hold, Phase, Trace};
 pub struct Limits {
     /// Gathered units never take more, in use or not; a step whose units in use alone take more cannot be planned.
     pub budget: Option<u64>,
-    /// `DeepSpeed`'s `stage3_prefetch_bucket_size`: no further gather starts ahead of its use while so much is gathered
+    /// DeepSpeed's `stage3_prefetch_bucket_size`: no further gather starts ahead of its use while so much is gathered
     /// ahead already. 0 gathers each unit when it is used.
     pub prefetch_nbytes: Option<u64>,
-    /// `DeepSpeed`'s `stage3_max_live_parameters`: as the budget, for what is gathered ahead or kept. A unit in use is
+    /// DeepSpeed's `stage3_max_live_parameters`: as the budget, for what is gathered ahead or kept. A unit in use is
     /// gathered whatever this says.
     pub max_live_nbytes: Option<u64>,
-    /// `DeepSpeed`'s `stage3_max_reuse_distance`: a unit is kept only if the uses before its next one are of no more
+    /// DeepSpeed's `stage3_max_reuse_distance`: a unit is kept only if the uses before its next one are of no more
     /// bytes.
     pub max_reuse_nbytes: Option<u64>,
-    /// `DeepSpeed`'s `stage3_param_persistence_threshold`: units of up to so many bytes are kept from their first use
+    /// DeepSpeed's `stage3_param_persistence_threshold`: units of up to so many bytes are kept from their first use
     /// to the end of the step, before all others and where the budget permits.
     pub persistence_nbytes: u64,
 }
