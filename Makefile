@@ -51,7 +51,7 @@ test: lint ## lint, Rust tests, Python tests (a sample of each product)
 	$(PY) -m pytest $(ARGS)
 
 test-full: lint ## the same with every product and count in full
-	cargo test --workspace --quiet
+	SHARDCORE_FULL=1 cargo test --workspace --quiet
 	$(PY) -m pytest -m "full or not full" $(ARGS)
 
 test-torch: setup ## run the Python tests with another torch, e.g. make test-torch V=2.13.0

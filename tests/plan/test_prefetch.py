@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 
 import pytest
@@ -296,18 +297,21 @@ def test_a_failed_step_is_forgotten() -> None:
 
 
 def test_70_billion_parameters_are_planned_in_no_time() -> None:
-    """Groups, layouts and prefetch of a Llama over 64 ranks; criterion measures the time, this bound is only sane."""
+    """Groups, layouts and prefetch of a Llama over 64 ranks. A gather takes 0.8 times a block's forward."""
     hidden, ffn, kv, vocab = 8192, 28672, 1024, 128256
     block = [hidden * hidden, hidden * kv, hidden * kv, hidden * hidden, *[hidden * ffn] * 3, hidden, hidden]
     units = [("norm", [hidden]), ("embed", [vocab * hidden]), *((f"layers.{i}", block) for i in range(80))]
     units.append(("head", [vocab * hidden]))
     params = [(name, [(f"{name}.{i}", n, "bf16", True) for i, n in enumerate(numels)]) for name, numels in units]
+    start = time.perf_counter()
     shards = plan.plan_shards(params, num_shards=64)
     assert sum(layout.shard_numel for _, layout in shards.groups) == 70_553_706_496 // 64
     sizes = {name: g[1].padded_numel * 2 for name, g in zip(shards.units, shards.groups, strict=True)}
     names = list(sizes)[1:]
     trace: list[Entry] = [("norm", "forward", 1.0, 165)]
     trace += [(name, "forward", 1.0, 1) for name in names] + [(name, "backward", 2.0, 1) for name in reversed(names)]
-    step = plan.prefetch(trace, sizes, budget=8 << 30, objective="time")
+    step = plan.prefetch(trace, sizes, 8 << 30, objective="time", bandwidth=sizes["layers.0"] / 0.8)
+    seconds = time.perf_counter() - start
     assert step.peak <= 8 << 30
     assert step.exposed < step.exposed_on_demand / 10
+    assert seconds < 1.0  # Promised: 2 s. It takes some milliseconds; a busy machine may take longer.

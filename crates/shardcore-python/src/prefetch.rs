@@ -264,11 +264,11 @@ fn index(coordinator: &Coordinator, unit: i128) -> shardcore_plan::Result<usize>
 
 /// Plans the gathers and releases of a step.
 ///
-/// ``trace`` holds the uses in order, each as ``(unit, phase)``, ``(unit, phase, seconds)`` or ``(unit, phase, seconds,
-/// span)``: the unit by name or number, ``"forward"`` or ``"backward"``, the time from its start to the next use's start
-/// (1 by default), and over how many uses it lasts, itself included (1 by default; more where other units are used
-/// inside it). ``sizes`` gives the bytes of each unit: a mapping, or a list where units are numbers. ``budget`` bounds
-/// the bytes of all gathered units, in use or not.
+/// ``trace`` holds the uses in order, each as ``(unit, phase)``, ``(unit, phase, seconds)`` or
+/// ``(unit, phase, seconds, span)``: a name or number, ``"forward"`` or ``"backward"``, the time from its start to the
+/// start of the next use (default 1), and over how many uses it lasts, itself included (default 1; more where other
+/// units are used inside it). ``sizes`` gives the bytes of each unit: a mapping, or a list where units are numbers.
+/// ``budget`` bounds the bytes of all gathered units, in use or not.
 ///
 /// Units are kept between two uses where that saves most bytes. All others are gathered as early as the budget permits,
 /// in the order of need. ``objective="time"`` keeps less where gathering ahead hides more.
