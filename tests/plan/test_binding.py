@@ -82,5 +82,5 @@ def test_every_public_name_is_documented(name: str) -> None:
 def test_signatures_show_names_and_defaults() -> None:
     assert str(inspect.signature(plan.shard_layout)) == "(params, num_shards, *, alignment=256)"
     assert str(inspect.signature(plan.groups)) == "(params, num_shards, *, segment_nbytes=None, alignment=256)"
-    assert str(inspect.signature(plan.prefetch)).startswith("(trace, sizes, budget=None, *, objective='bytes', latency=")
+    assert str(inspect.signature(plan.prefetch)).startswith("(trace, sizes, budget=None, *, objective='bytes', ")
     assert str(inspect.signature(plan.plan_shards)) == "(units, num_shards, *, segment_nbytes=None, alignment=256)"

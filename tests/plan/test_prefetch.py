@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,7 +116,7 @@ def test_names_numbers_and_shapes_of_the_input() -> None:
     assert step.units == [("b", 5), ("a", 7)]
     assert step.trace == [("a", "forward", 1.0, 1), ("b", "forward", 2.0, 1), ("a", "backward", 3.0, 1)]
     assert (step.budget, step.objective, len(step), step.kept) == (None, "bytes", 3, [True, False, False])
-    by_number = plan.prefetch(iter([[0, "F"], [1, "B"]]), {0: 5, 1: 7})  # type: ignore[list-item]
+    by_number = plan.prefetch(iter([[0, "F"], [1, "B"]]), {0: 5, 1: 7})  # type: ignore[arg-type]
     assert by_number == plan.prefetch([(0, "forward"), (1, "backward")], [5, 7])
     assert by_number.gathers == [("0", 0, 0), ("1", 0, 1)]
     empty = plan.prefetch([], {})
@@ -123,8 +124,8 @@ def test_names_numbers_and_shapes_of_the_input() -> None:
 
 
 def test_settings_in_bytes() -> None:
-    def step(**settings: int) -> plan.PrefetchPlan:
-        return plan.prefetch(there_and_back(5), [100] * 5, **settings)  # type: ignore[arg-type]
+    def step(**settings: Any) -> plan.PrefetchPlan:
+        return plan.prefetch(there_and_back(5), [100] * 5, **settings)
 
     assert all(start == need for _, start, need in step(prefetch_nbytes=0).gathers)
     assert all(start == need for _, start, need in step(max_live_nbytes=0).gathers)
@@ -192,9 +193,9 @@ def test_wrong_shapes_of_input_raise_a_type_error(trace: object) -> None:
 class Hooks:
     """What the hooks of a rank do with the answers."""
 
-    def __init__(self, sizes: list[int], budget: int | None, **settings: int) -> None:
+    def __init__(self, sizes: list[int], budget: int | None, **settings: Any) -> None:
         units = [(f"layers.{index}", nbytes) for index, nbytes in enumerate(sizes)]
-        self.coordinator = plan.PrefetchCoordinator(units, budget, **settings)  # type: ignore[arg-type]
+        self.coordinator = plan.PrefetchCoordinator(units, budget, **settings)
         self.budget = sum(sizes) if budget is None else budget
         self.sizes = sizes
         self.started: set[int] = set()

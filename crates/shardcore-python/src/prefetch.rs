@@ -158,7 +158,8 @@ impl PyPrefetchPlan {
 ///
 /// Hooks obey an answer in this order: release (after waiting, if the gather is still under way), start, wait.
 ///
-/// ``units`` are ``(name, nbytes)``; the other arguments are those of ``prefetch``. Raises ``PlanError`` for a unit
+/// ``units`` are ``(name, nbytes)``; the other arguments are those of ``prefetch``, so without any bound all units are
+/// gathered as a planned step begins. Raises ``PlanError`` for a unit
 /// larger than the budget and for numbers out of range.
 #[pyclass(name = "PrefetchCoordinator", module = "shardcore.plan")]
 pub(crate) struct PyPrefetchCoordinator(Coordinator);
@@ -268,7 +269,8 @@ fn index(coordinator: &Coordinator, unit: i128) -> shardcore_plan::Result<usize>
 /// ``(unit, phase, seconds, span)``: a name or number, ``"forward"`` or ``"backward"``, the time from its start to the
 /// start of the next use (default 1), and over how many uses it lasts, itself included (default 1; more where other
 /// units are used inside it). ``sizes`` gives the bytes of each unit: a mapping, or a list where units are numbers.
-/// ``budget`` bounds the bytes of all gathered units, in use or not.
+/// ``budget`` bounds the bytes of all gathered units, in use or not; without one (and without the settings below) all
+/// units are gathered as the step begins, and kept.
 ///
 /// Units are kept between two uses where that saves most bytes. All others are gathered as early as the budget permits,
 /// in the order of need. ``objective="time"`` keeps less where gathering ahead hides more.
