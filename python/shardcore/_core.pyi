@@ -2,12 +2,23 @@
 The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex, final
 
 from _typeshed import Incomplete, SupportsGetItem
 
-__all__ = ["HostLink", "ShardLayout", "ShardPlan", "first_difference", "groups", "plan_shards", "shard_layout"]
+__all__ = [
+    "HostLink",
+    "PrefetchCoordinator",
+    "PrefetchPlan",
+    "ShardLayout",
+    "ShardPlan",
+    "first_difference",
+    "groups",
+    "plan_shards",
+    "prefetch",
+    "shard_layout",
+]
 
 @final
 class HostLink:
@@ -56,6 +67,192 @@ class HostLink:
         Waits until all ranks have what they need from the exchange; False if that takes longer than ``timeout_s``.
 
         Raises ``RankMismatchError`` if a rank runs another exchange, or its process has ended.
+        """
+
+@final
+class PrefetchCoordinator:
+    """
+    Answers the hooks of a running step: start these gathers, wait for this one, release those.
+
+    The first step of a kind is recorded, and each use gathers its unit. From then on steps follow the plan of that
+    trace. A use that the plan does not have next departs from it: uses left out are passed over, a use too many is
+    gathered on demand, and the plan goes on where it meets the step again. What departed is planned anew for the next
+    step.
+
+    Whatever the hooks do, a unit is started only while it is away, waited for before it is used, and released once, and
+    gathered units never take more than the budget. Ranks with the same hooks run the same gathers in the same order.
+    Units are counted from 0. A unit is whatever is gathered as one; a hook that needs several enters each.
+
+    Hooks obey an answer in this order: release (after waiting, if the gather is still under way), start, wait.
+
+    ``units`` are ``(name, nbytes)``; the other arguments are those of ``prefetch``, so without any bound all units are
+    gathered as a planned step begins. Raises ``PlanError`` for a unit
+    larger than the budget and for numbers out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        units: Iterable[tuple[str, int]],
+        budget: SupportsIndex | None = None,
+        *,
+        objective: str = "time",
+        prefetch_nbytes: SupportsIndex | None = None,
+        max_live_nbytes: SupportsIndex | None = None,
+        max_reuse_nbytes: SupportsIndex | None = None,
+        persistence_nbytes: SupportsIndex = 0,
+    ) -> PrefetchCoordinator: ...
+    def __repr__(self, /) -> str: ...
+    def begin(self, /, kind: str = "train") -> tuple[list[int], list[int]]:
+        """
+        A step begins; gives ``(release, start)``. Steps of one ``kind``, such as ``"train"`` and ``"eval"``, share a
+        plan. A step that is still running ends here.
+        """
+    def end(self, /) -> list[int]:
+        """
+        The step is over: plans it for the next of its kind, unless its plan is known, and gives the units to release,
+        which are all that are left.
+        """
+    def enter(self, /, unit: SupportsIndex, phase: str) -> tuple[list[int], list[int], bool]:
+        """
+        A use of ``unit`` in ``"forward"`` or ``"backward"`` begins; gives ``(release, start, wait)``: units to release,
+        units whose gathers to start, and whether to wait for the gather of this one.
+
+        Raises ``PlanError``, and changes nothing, if the unit does not fit into the budget beside those in use.
+        """
+    @property
+    def last_departure(self, /) -> str | None:
+        """
+        Where the last step that departed first did so, in words.
+        """
+    def leave(self, /, unit: SupportsIndex, phase: str) -> list[int]:
+        """
+        The use of ``unit`` in this phase that began last ends; gives the units to release.
+        """
+    @property
+    def live(self, /) -> int:
+        """
+        Bytes that are gathered or on their way now.
+        """
+    @property
+    def num_departures(self, /) -> int:
+        """
+        How many steps departed from their plan.
+        """
+    def plan(self, /, kind: str = "train") -> PrefetchPlan | None:
+        """
+        The plan that the next step of this kind follows; ``None`` if there is none yet.
+        """
+    def reset(self, /) -> list[int]:
+        """
+        The step has failed: as ``end``, but what it recorded is forgotten.
+        """
+    @property
+    def units(self, /) -> list[tuple[str, int]]:
+        """
+        The units as ``(name, nbytes)``.
+        """
+
+@final
+class PrefetchPlan:
+    """
+    Which gathers start at which use of a step, and which units are released after which.
+
+    Made by ``prefetch``. Units are named, uses are counted from 0, times are in seconds (or whatever unit the trace's
+    are in). Frozen, comparable, hashable and picklable.
+    """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def __len__(self, /) -> int: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[str]]: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def budget(self, /) -> int | None:
+        """
+        The budget in bytes; ``None`` for no limit.
+        """
+    @property
+    def bytes_gathered(self, /) -> int:
+        """
+        Bytes of all gathers.
+        """
+    @property
+    def bytes_on_demand(self, /) -> int:
+        """
+        Bytes of all gathers if each use gathered its unit and released it after.
+        """
+    def digest(self, /) -> str:
+        """
+        SHA-256 of the plan as 64 hexadecimal digits: equal plans have equal digests, on every platform.
+        """
+    def explain(self, /) -> str:
+        """
+        The plan as an aligned text table, one line a use; a long one shows both ends.
+        """
+    @property
+    def exposed(self, /) -> float:
+        """
+        All stalls together: the part of the gathers that computation does not hide.
+        """
+    @property
+    def exposed_on_demand(self, /) -> float:
+        """
+        All stalls if each use gathered its unit and released it after.
+        """
+    @classmethod
+    def from_json(cls, /, text: str) -> PrefetchPlan:
+        """
+        Reads what ``to_json`` wrote. Raises ``PlanError`` if the text is no plan or contradicts itself.
+        """
+    @property
+    def gathers(self, /) -> list[tuple[str, int, int]]:
+        """
+        All gathers as ``(unit, start, need)`` in the order in which they start: with the use ``start``, complete when
+        the use ``need`` begins.
+        """
+    @property
+    def kept(self, /) -> list[bool]:
+        """
+        For each use whether its unit stays gathered after it, until its next use.
+        """
+    @property
+    def live(self, /) -> list[int]:
+        """
+        For each use the bytes that are gathered or on their way while it lasts.
+        """
+    @property
+    def makespan(self, /) -> float:
+        """
+        Seconds from the first gather to the end of the last use.
+        """
+    @property
+    def objective(self, /) -> str:
+        """
+        What the plan makes small: ``"bytes"`` or ``"time"``.
+        """
+    @property
+    def peak(self, /) -> int:
+        """
+        The most bytes that are gathered or on their way at one moment.
+        """
+    @property
+    def stalls(self, /) -> list[float]:
+        """
+        For each use the seconds for which it waits for its unit.
+        """
+    def to_json(self, /) -> str:
+        """
+        The plan as a compact JSON document, which ``from_json`` and ``first_difference`` read.
+        """
+    @property
+    def trace(self, /) -> list[tuple[str, str, float, int]]:
+        """
+        The uses as ``(unit, phase, seconds, span)``, in order; see ``prefetch``.
+        """
+    @property
+    def units(self, /) -> list[tuple[str, int]]:
+        """
+        The units as ``(name, nbytes)``.
         """
 
 @final
@@ -254,6 +451,46 @@ def plan_shards(
     unit. A parameter belongs to exactly one unit.
 
     Raises ``PlanError`` for a name in two units and for whatever ``groups`` refuses.
+    """
+
+def prefetch(
+    trace: Iterable[tuple[str | int, str] | tuple[str | int, str, float] | tuple[str | int, str, float, int]],
+    sizes: Mapping[str, int] | Mapping[int, int] | Iterable[int],
+    budget: SupportsIndex | None = None,
+    *,
+    objective: str = "bytes",
+    latency: SupportsFloat | SupportsIndex = 0.0,
+    bandwidth: SupportsFloat | SupportsIndex | None = None,
+    prefetch_nbytes: SupportsIndex | None = None,
+    max_live_nbytes: SupportsIndex | None = None,
+    max_reuse_nbytes: SupportsIndex | None = None,
+    persistence_nbytes: SupportsIndex = 0,
+) -> PrefetchPlan:
+    """
+    Plans the gathers and releases of a step.
+
+    ``trace`` holds the uses in order, each as ``(unit, phase)``, ``(unit, phase, seconds)`` or
+    ``(unit, phase, seconds, span)``: a name or number, ``"forward"`` or ``"backward"``, the time from its start to the
+    start of the next use (default 1), and over how many uses it lasts, itself included (default 1; more where other
+    units are used inside it). ``sizes`` gives the bytes of each unit: a mapping, or a list where units are numbers.
+    ``budget`` bounds the bytes of all gathered units, in use or not; without one (and without the settings below) all
+    units are gathered as the step begins, and kept.
+
+    Units are kept between two uses where that saves most bytes. All others are gathered as early as the budget permits,
+    in the order of need. ``objective="time"`` keeps less where gathering ahead hides more.
+
+    ``latency`` (seconds) and ``bandwidth`` (bytes a second) are what a gather costs. Without a bandwidth, gathering a
+    unit of average size takes as long as an average use. They decide about the times that the plan predicts, and with
+    ``objective="time"`` about the plan.
+
+    DeepSpeed's settings, in bytes: ``prefetch_nbytes`` (``stage3_prefetch_bucket_size``: no further gather starts while
+    so much is gathered ahead; 0 for none ahead), ``max_live_nbytes`` (``stage3_max_live_parameters``: as the budget,
+    but what is in use may exceed it), ``max_reuse_nbytes`` (``stage3_max_reuse_distance``: keep a unit only if the uses
+    in between are of no more bytes) and ``persistence_nbytes`` (``stage3_param_persistence_threshold``: keep units up
+    to this size to the end of the step).
+
+    Raises ``PlanError`` if the units in use at one moment exceed the budget (the message names the smallest workable
+    one), for a unit without a size and for numbers out of range.
     """
 
 def shard_layout(

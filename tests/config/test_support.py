@@ -83,14 +83,14 @@ def test_neutral_values_are_accepted_and_change_nothing(path: str) -> None:
 
 
 def test_ignored_keys_are_listed_with_reasons_and_noted_in_one_line() -> None:
-    config = load(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 5e7, "contiguous_gradients": True})
+    config = load(zero_optimization={"stage": 3, "sub_group_size": 1e9, "contiguous_gradients": True})
     assert [(key.path, key.shown) for key in config.ignored] == [
-        ("zero_optimization.stage3_prefetch_bucket_size", "50000000.0"),
+        ("zero_optimization.sub_group_size", "1000000000.0"),
         ("zero_optimization.contiguous_gradients", "true"),
     ]
-    assert "one unit ahead" in config.ignored[0].reason
+    assert "one group at a time" in config.ignored[0].reason
     (note,) = [note for note in config.notes if "without effect" in note]
-    assert "stage3_prefetch_bucket_size, zero_optimization.contiguous_gradients" in note
+    assert "sub_group_size, zero_optimization.contiguous_gradients" in note
 
 
 def test_all_problems_come_at_once() -> None:

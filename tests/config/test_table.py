@@ -127,6 +127,10 @@ DEFAULTS: dict[str, Any] = {
     "data_types.param_dtype": None,
     "zero_optimization.stage": 0,
     "zero_optimization.reduce_bucket_size": 5e8,
+    "zero_optimization.stage3_prefetch_bucket_size": 5e7,
+    "zero_optimization.stage3_param_persistence_threshold": 1e5,
+    "zero_optimization.stage3_max_live_parameters": 1e9,
+    "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.overlap_comm": True,  # DeepSpeed: at stage 3 only; here it changes no number at any stage
     "optimizer.type": dataclasses.MISSING,
     "optimizer.params": dataclasses.MISSING,

@@ -89,31 +89,3 @@ def test_updated_parameters_are_waited_for_at_their_first_use(stage: int) -> Non
     model(rows(1, 0, 4, 7))
     for i, states in enumerate(seen):
         assert states == ["unsharded"] * (i + 1) + ["unsharding"] * (3 - i)
-
-
-@spmd(world=2)
-def test_stage_3_gathers_one_unit_ahead() -> None:
-    model = sc.shard(nn.Sequential(*(Block() for _ in range(4))), stage=3)
-    root: Any = find_root(model)
-    seen: list[list[str]] = []
-    for block in model:
-        block.up.register_forward_pre_hook(lambda m, args: seen.append([group.state.value for group in root.groups]))
-    model(rows(0, 0, 4, 7))
-    for i, states in enumerate(seen):
-        expected = ["sharded"] * i + ["unsharded"] + (["unsharding"] + ["sharded"] * (2 - i) if i < 3 else [])
-        assert states == expected
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@spmd(world=2)
-def test_stage_3_gathers_each_unit_twice_per_micro_batch(accumulation: int) -> None:
-    """Once in forward and once in backward, no more; the last unit of forward is not kept for backward."""
-    model = sc.shard(nn.Sequential(*(Block() for _ in range(4))), stage=3)
-    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
-    for step in range(3):
-        comm.reset_traffic()
-        for micro in range(accumulation):
-            model(rows(step, micro, 4, 7)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert comm.traffic()["gather.calls"] == 2 * 4 * accumulation

@@ -111,6 +111,14 @@ class ZeroConfig:
     """0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     reduce_bucket_size: int = 500_000_000
     """Elements of gradient that are reduced in one collective, at most (a single parameter may exceed it)."""
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3 gathers this many elements of parameters ahead of their use, at most."""
+    max_live_parameters: int = 1_000_000_000
+    """Elements of parameters that stage 3 holds gathered, at most, unless more are in use at one moment."""
+    max_reuse_distance: int = 1_000_000_000
+    """Stage 3 keeps parameters gathered until their next use only if fewer elements are used in between."""
+    param_persistence_threshold: int = 100_000
+    """Groups of parameters of up to this many elements stay gathered to the end of the step at stage 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

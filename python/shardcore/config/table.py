@@ -147,7 +147,6 @@ _DATA_TYPES: dict[str, Entry] = {
 }
 
 # --------------------------------------------------------------------------------------- zero_optimization
-_AHEAD = "stage 3 gathers one unit ahead and keeps no other unit whole"
 _QUANTISED = "quantised collectives"
 _IN_PLACE = "a group's flat buffer serves the collective in place"
 _OFFLOAD_OFF = "takes effect with offload, which is off"
@@ -165,16 +164,16 @@ _ZERO: dict[str, Entry] = {
     "load_from_fp32_weights": Ignored("masters are always restored from their own copy", BOOL),
     "elastic_checkpoint": Ignored("checkpoints do not depend on the number of ranks", BOOL),
     "sub_group_size": Ignored("the update runs over one group at a time", SIZE),
-    "stage3_prefetch_bucket_size": Ignored(_AHEAD, COUNT),
-    "stage3_param_persistence_threshold": Ignored(_AHEAD, COUNT),
-    "stage3_model_persistence_threshold": Ignored(_AHEAD, COUNT),
-    "stage3_max_live_parameters": Ignored(_AHEAD, COUNT),
-    "stage3_max_reuse_distance": Ignored(_AHEAD, COUNT),
+    "stage3_prefetch_bucket_size": Field("zero.prefetch_bucket_size", COUNT),
+    "stage3_param_persistence_threshold": Field("zero.param_persistence_threshold", COUNT),
+    "stage3_model_persistence_threshold": Ignored("nothing stays gathered from step to step", COUNT),
+    "stage3_max_live_parameters": Field("zero.max_live_parameters", COUNT),
+    "stage3_max_reuse_distance": Field("zero.max_reuse_distance", COUNT),
     "stage3_gather_16bit_weights_on_model_save": Ignored("a full state dict can always be taken", BOOL),
     "stage3_gather_fp16_weights_on_model_save": Ignored("a full state dict can always be taken", BOOL),
     "stage3_module_granularity_threshold": Ignored("units are whole blocks, never single small modules", COUNT),
     "stage3_use_all_reduce_for_fetch_params": Ignored(_IN_PLACE, BOOL),
-    "stage3_allgather_sequential": Ignored(_AHEAD, BOOL),
+    "stage3_allgather_sequential": Ignored("gathers always start in the order of the plan", BOOL),
     "ignore_unused_parameters": Unsupported(
         "parameters without a gradient are skipped, as torch skips them", BOOL, (True,)
     ),

@@ -99,6 +99,17 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
         stage=config.zero.stage,
         precision=_precision(config),
         segment_nbytes=_segment_nbytes(config, mesh),
+        prefetch=_prefetch_limits(config),
+    )
+
+
+def _prefetch_limits(config: Config) -> zero.PrefetchLimits:
+    itemsize = _BYTES[config.param_dtype]
+    return zero.PrefetchLimits(
+        prefetch_nbytes=config.zero.prefetch_bucket_size * itemsize,
+        max_live_nbytes=config.zero.max_live_parameters * itemsize,
+        max_reuse_nbytes=config.zero.max_reuse_distance * itemsize,
+        persistence_nbytes=config.zero.param_persistence_threshold * itemsize,
     )
 
 

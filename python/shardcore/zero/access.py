@@ -42,7 +42,9 @@ def summon(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     Raises:
         StateError: a parameter was written to without ``writeback=True``; the message names it.
     """
-    with _whole(_root_of(module).groups, writeback=writeback):
+    root = _root_of(module)
+    root.rest()
+    with _whole(root.groups, writeback=writeback):
         yield module
 
 
@@ -57,6 +59,8 @@ def gathered(params: Iterable[nn.Parameter], modifier_rank: int | None = None, e
     """
     slots = [slot for slot in map(find_slot, params) if slot is not None] if enabled else []
     groups = sorted({slot.group for slot in slots}, key=lambda group: int(group.index))
+    for root in {group.root for group in groups}:
+        root.rest()
     with _whole(groups, writeback=modifier_rank is not None):
         yield
         if modifier_rank is not None:
@@ -116,6 +120,7 @@ def install_state_dict_hooks(root: Root) -> None:
             raise StateError(
                 "state_dict(keep_vars=True) is not possible at stage 3, whose parameters have no data; leave it out"
             )
+        root.rest()
         for group in root.groups:
             group.exporting = True
 

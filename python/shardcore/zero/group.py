@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardcore.plan import ShardLayout
     from shardcore.protocols import ParameterSlot
     from shardcore.zero.policy import Policy, Precision
+    from shardcore.zero.prefetch import Phase
 
 _EXTERNAL_USE_HINT = (
     "its data are released outside the model's forward and backward. To read or edit it: "
@@ -61,8 +62,8 @@ class ShardGroup:
         self.policy = policy
         self.root: Any = None
         """The :class:`Root` that this group belongs to."""
-        self.holders: set[Any] = set()
-        """Who uses the whole parameters now; the last one to leave releases them."""
+        self.holders: dict[Any, Phase] = {}
+        """The units that use the whole parameters now, and whether in forward or backward."""
         self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
         self._program: comm.Program | None = None
         self.exporting = False
@@ -90,6 +91,11 @@ class ShardGroup:
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
             self.reshard()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, padding included."""
+        return self._nbytes
 
     def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
@@ -212,7 +218,6 @@ class ShardGroup:
 
     def abandon(self) -> None:
         """Return to the resting state after a failed step; what is in flight is waited for."""
-        self.holders.clear()
         if self.grads is not None:
             self.grads.abandon()
         if self.state is ParamState.UNSHARDING:

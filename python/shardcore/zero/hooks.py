@@ -1,7 +1,7 @@
 """Hooks that make a sharded model act by itself: forward gathers and releases, backward gathers, reduces and releases.
 
-Forward of a unit: gather (or wait for) its groups, start gathering the next unit, compute, release. Backward of a unit
-begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no
+Forward of a unit: gather (or wait for) its groups, start what the plan gathers ahead, compute, release. Backward of a
+unit begins when a gradient reaches one of its outputs, and ends when the gradients of its inputs are complete and no
 gradient of its parameters is still to come.
 """
 
@@ -132,9 +132,6 @@ class _GradientHooks:
 class _Call:
     """One call of a unit's forward, as its backward needs to know it."""
 
-    executed: list[Unit]
-    """The order of units in the forward that this call was part of."""
-    position: int
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Aliases of the inputs that take a gradient; kept only until the hooks are on them."""
     has_inputs: bool = False
@@ -154,21 +151,16 @@ class _UnitHooks:
 
     @private.not_traced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the unit, look ahead to the next, and note which inputs will tell that its backward is over."""
+        """Gather the unit, and note which inputs will tell that its backward is over."""
         root, unit = self._root, self._unit
         unit.was_called = True
-        unit.acquire()
+        root.acquire(unit, "backward" if private.in_backward() else "forward")
         if not self._releases:
             return None
         root.active.append(unit)
-        recomputing = private.in_backward()
-        if not recomputing:
-            root.look_ahead(root.following.get(unit))
         if not torch.is_grad_enabled():
             return None
-        call = _Call(root.executed, -1 if recomputing else len(root.executed))
-        if not recomputing:
-            root.executed.append(unit)
+        call = _Call()
         unit.calls.append(call)
         args, kwargs = map_tensors(lambda t: self._alias(t, call), (args, kwargs))
         self._watch_inputs(call)  # before the forward, which may write to them in place
@@ -189,7 +181,7 @@ class _UnitHooks:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, call=call: self._begin_backward(call))
         if not private.in_backward() and unit is not root.root_unit:
-            unit.release()
+            root.release(unit)
         return output
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -222,9 +214,7 @@ class _UnitHooks:
         _refuse_double_backward()
         self._root.begin_backward()
         self._unit.open_calls.add(call)
-        self._unit.acquire()
-        if call.position > 0:
-            self._root.look_ahead(call.executed[call.position - 1])
+        self._root.acquire(self._unit, "backward")
 
     @private.not_traced
     def _end_call(self, call: _Call) -> None:
@@ -247,7 +237,7 @@ class _UnitHooks:
         for group in self._unit.groups:
             if group in self._gradient_hooks:
                 self._root.window.mark_ready(group)
-        self._unit.release()
+        self._root.release(self._unit)
 
 
 def _refuse_double_backward() -> None:
@@ -283,7 +273,7 @@ class _RootHooks:
         error = private.current_exception()
         if error is not None and output is None:
             comm.report_failure(error)
-            self._root.end_forward()
+            self._root.end_forward(failed=True)
             return None
         if torch.is_grad_enabled() and self._root.forward_depth == 1:
             output = map_tensors(self._entry, output)

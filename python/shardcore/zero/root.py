@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.zero.group import ShardGroup
+from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
@@ -36,19 +36,6 @@ class Unit:
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
 
-    def acquire(self) -> None:
-        """Gather this unit's groups and hold them. Collective over the shard axis."""
-        for group in self.groups:
-            group.holders.add(self)
-            group.unshard()
-
-    def release(self) -> None:
-        """Let go of the groups; those that nobody else holds are released."""
-        for group in self.groups:
-            group.holders.discard(self)
-            if not group.holders:
-                group.reshard()
-
 
 class Root:
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
@@ -65,6 +52,7 @@ class Root:
         data_axis: Axis,
         shard_axis: Axis,
         device: torch.device,
+        limits: PrefetchLimits | None = None,
     ) -> None:
         self.module = module
         self.units = units
@@ -85,10 +73,10 @@ class Root:
         self.backward_running = False
         self.active: list[Unit] = []
         """Units whose forward is running, outermost first."""
-        self.executed: list[Unit] = []
-        """The order of units in the forward that runs now; backward looks ahead along it in reverse."""
-        self.following: dict[Unit, Unit] = dict(pairwise(units))
-        """Which unit to gather ahead after which: the order of the model, then that of the last forward."""
+        self.prefetcher: Prefetcher | None = None
+        """Gathers and releases parameters where these are sharded."""
+        if policy.shards_params:
+            self.prefetcher = Prefetcher(groups, limits or self._default_limits())
         self._loss_scale: LossScale | None = None
         self.accumulation = 1
         """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
@@ -129,25 +117,26 @@ class Root:
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
-            self.executed = []
             if not self.window.num_backwards and not private.in_backward():
                 self._program.end()
+            if self.prefetcher is not None and not private.in_backward():
+                self.prefetcher.begin("train" if torch.is_grad_enabled() else "eval")
         self.forward_depth += 1
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, failed: bool = False) -> None:
         """The root module's forward ended, or failed."""
         self.forward_depth -= 1
-        if self.forward_depth:
+        if self.forward_depth or private.in_backward():
             return
-        if not private.in_backward():
-            self.active.clear()
-            for unit in self.units:
-                unit.calls.clear()  # of a forward that failed
-            if self.executed:
-                self.following = dict(pairwise(self.executed))
-            for group in self.groups:
-                group.holders.clear()
-                group.reshard()
+        self.active.clear()
+        for unit in self.units:
+            unit.calls.clear()  # of a forward that failed
+        if failed:
+            self._forget_holders()
+            return
+        self._release_all_units()
+        if self.prefetcher is not None and not torch.is_grad_enabled():
+            self.prefetcher.end()
 
     def begin_backward(self) -> None:
         """Called by the first hook that fires in a backward."""
@@ -158,8 +147,7 @@ class Root:
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
         known = bool(used) and self.needs_unit_hooks
         self.window.begin_backward([g for g in self.groups if g.trainable and g not in used] if known else [])
-        if self.policy.shards_params:
-            self.root_unit.acquire()
+        self.acquire(self.root_unit, "backward")
 
     def end_backward(self) -> None:
         """Autograd has finished: reduce what is left, release what is whole."""
@@ -177,6 +165,7 @@ class Root:
             raise StateError(
                 "step() was called while a backward is running or after one failed; call reset_iteration() first"
             )
+        self.rest()
         for group in self.groups:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
@@ -201,6 +190,9 @@ class Root:
         self.forward_depth = 0
         self.active.clear()
         comm.check_level(self.data_axis)
+        self._forget_holders()
+        if self.prefetcher is not None:
+            self.prefetcher.reset()
         for group in self.groups:
             group.abandon()
         self.num_micro_batches = 0
@@ -208,11 +200,46 @@ class Root:
         self._program.end()
         comm.clear_failure()
 
-    def look_ahead(self, unit: Unit | None) -> None:
-        """Start gathering ``unit``, which is expected next."""
-        if unit is not None:
-            for group in unit.groups:
-                group.start_unshard()
+    def acquire(self, unit: Unit, phase: Phase) -> None:
+        """Gather the unit's groups, or wait for them, and hold them. Collective over the shard axis."""
+        for group in unit.groups:
+            self._acquire_group(unit, group, phase)
+
+    def release(self, unit: Unit) -> None:
+        """Let go of the unit's groups; those that nobody else holds may be released."""
+        for group in unit.groups:
+            self._release_group(unit, group)
+
+    def rest(self) -> None:
+        """Release what is kept between forward and backward, unless a forward or backward is running."""
+        if self.prefetcher is not None and not any(group.holders for group in self.groups):
+            self.prefetcher.end()
+
+    def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
+        if self.prefetcher is not None and unit not in group.holders:
+            self.prefetcher.enter(group, phase)
+            group.holders[unit] = phase
+        group.unshard()
+
+    def _release_group(self, unit: Unit, group: ShardGroup) -> None:
+        phase = group.holders.pop(unit, None)
+        if self.prefetcher is not None and phase is not None:
+            self.prefetcher.leave(group, phase)
+
+    def _release_all_units(self) -> None:
+        for group in self.groups:
+            for unit in list(group.holders):
+                self._release_group(unit, group)
+
+    def _forget_holders(self) -> None:
+        for group in self.groups:
+            group.holders.clear()
+        if self.prefetcher is not None:
+            self.prefetcher.fail()
+
+    def _default_limits(self) -> PrefetchLimits:
+        sizes = [sum(g.nbytes for g in unit.groups) for unit in self.units if unit is not self.root_unit]
+        return default_limits(sizes, sum(group.nbytes for group in self.root_unit.groups))
 
     def _gather_on_demand(self, group: ShardGroup) -> bool:
         """A released parameter is used. Inside the model's forward some module uses it that does not hold it:
@@ -223,14 +250,14 @@ class Root:
         unit = self.active[-1] if self.active else self.root_unit
         if group not in unit.groups:
             unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
-        group.holders.add(unit)
+        self._acquire_group(unit, group, "backward" if private.in_backward() else "forward")
         return True
 
     def _settle(self) -> None:
         self._settle_state()
-        for group in self.groups:
-            group.holders.clear()
-            group.reshard()
+        self._release_all_units()
+        if self.prefetcher is not None:
+            self.prefetcher.end()
 
     def _settle_state(self) -> None:
         self.backward_running = False

@@ -16,6 +16,7 @@ from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.policy import Policy, Precision
+from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
 from shardcore.zero.units import Assignment, Units, assign_units, check_parameters, parameter_dtype
 
@@ -39,6 +40,7 @@ def shard(
     offload: Any | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
+    prefetch: PrefetchLimits | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
@@ -51,15 +53,19 @@ def shard(
         mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
+        budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
+        gathered from forward to backward where it allows. None means two units besides what the model itself holds.
         precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
+        prefetch: finer limits than ``budget``.
 
     Returns:
         The same module.
 
     Raises:
         ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
         RankMismatchError: ranks built different models.
     """
@@ -67,8 +73,10 @@ def shard(
     precision = precision or Precision()
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
+    if budget is not None and prefetch is not None:
+        raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     if budget is not None:
-        raise ConfigError("shard(budget=...) is not available yet; stage 3 looks one unit ahead. Leave it out")
+        prefetch = PrefetchLimits(budget=budget)
     mesh = _as_mesh(mesh)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -91,6 +99,7 @@ def shard(
         data_axis=mesh["dp"],
         shard_axis=shard_axis,
         device=mesh.device,
+        limits=prefetch,
     )
     attach_root(module, root)
     hooks.install(root)

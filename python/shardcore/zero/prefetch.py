@@ -1,0 +1,109 @@
+"""Stage 3 obeys the coordinator of the Rust core: which groups to gather ahead, which to keep, which to release.
+
+The first step of a kind (training, evaluation) is recorded and gathers each group at its use; from then on steps follow
+a plan, and what departs from it is gathered on demand (:mod:`shardcore.plan`, ``PrefetchCoordinator``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardcore import plan
+from shardcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardcore.zero.group import ShardGroup
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchLimits:
+    """How many bytes of gathered parameters stage 3 may hold, in all and ahead of their use."""
+
+    budget: int | None = None
+    """All gathered parameters, in use or not; a step that needs more is an error."""
+    max_live_nbytes: int | None = None
+    """As ``budget``, but what is in use at one moment may exceed it (``stage3_max_live_parameters``)."""
+    prefetch_nbytes: int | None = None
+    """No further gather starts while so much is gathered ahead (``stage3_prefetch_bucket_size``)."""
+    max_reuse_nbytes: int | None = None
+    """Parameters stay gathered between two uses only if what is used in between is no larger
+    (``stage3_max_reuse_distance``).
+    """
+    persistence_nbytes: int = 0
+    """Groups up to this size stay gathered to the end of the step (``stage3_param_persistence_threshold``)."""
+
+
+def default_limits(unit_nbytes: Sequence[int], root_nbytes: int) -> PrefetchLimits:
+    """Room for the unit in use, one more beside it, and what the model itself holds all the time."""
+    return PrefetchLimits(max_live_nbytes=root_nbytes + 2 * max(unit_nbytes, default=0))
+
+
+class Prefetcher:
+    """Gathers and releases the groups of one model. Every gather is collective over the shard axis, and ranks with the
+    same hooks start the same gathers in the same order.
+    """
+
+    def __init__(self, groups: Sequence[ShardGroup], limits: PrefetchLimits) -> None:
+        if limits.budget is not None and (isinstance(limits.budget, bool) or limits.budget < 1):
+            raise ConfigError(f"budget={limits.budget!r}: expected a number of bytes of at least 1, or None")
+        self._groups = groups
+        units = [(group.name, group.nbytes) for group in groups]
+        self.coordinator = plan.PrefetchCoordinator(units, **asdict(limits))
+        self._is_running = self._has_failed = False
+
+    def begin(self, kind: str) -> None:
+        """A forward of the model begins; what the last step left behind is released."""
+        if self._has_failed:
+            self.reset()
+        self._is_running = True
+        release, start = self.coordinator.begin(kind)
+        self._release(release)
+        self._start(start)
+
+    def enter(self, group: ShardGroup, phase: Phase) -> None:
+        """A use of ``group`` begins: what the plan says happens, and the group is there.
+
+        Raises:
+            PlanError: the groups in use do not fit into the budget.
+        """
+        if not self._is_running:
+            self.begin("apart")  # a unit that is called by itself, outside the model's forward
+        release, start, _ = self.coordinator.enter(group.index, phase)
+        self._release(release)
+        self._start(start)
+        group.unshard()
+
+    def leave(self, group: ShardGroup, phase: Phase) -> None:
+        """A use of ``group`` ends; what the plan does not keep is released."""
+        self._release(self.coordinator.leave(group.index, phase))
+
+    def end(self) -> None:
+        """The step is over: everything is released, and the next step of this kind follows this one's plan."""
+        if self._has_failed:
+            self.reset()
+        if self._is_running:
+            self._is_running = False
+            self._release(self.coordinator.end())
+
+    def fail(self) -> None:
+        """A forward has raised. What is under way is not waited for, since other ranks may never join it: the next
+        step, or :meth:`reset`, sees to it.
+        """
+        self._has_failed = True
+
+    def reset(self) -> None:
+        """The step has failed: everything is released, and its order is forgotten."""
+        self._is_running = self._has_failed = False
+        self._release(self.coordinator.reset())
+
+    def _release(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._groups[index].reshard()
+
+    def _start(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._groups[index].start_unshard()

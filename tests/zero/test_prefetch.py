@@ -1,0 +1,200 @@
+"""Stage 3 under a plan: gathers ahead of their use, units kept between forward and backward, never above the budget."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore as sc
+from shardcore import comm
+from shardcore.errors import ConfigError, PlanError
+from shardcore.protocols import find_root
+from shardcore.testing import spmd
+from shardcore.zero import PrefetchLimits, group
+from zero.following import rows
+from zero.models import Block
+from zero.twin import whole_parameters
+
+NUM_BLOCKS = 6
+
+
+def nbytes_of_a_unit() -> int:
+    return int(find_root(sc.shard(nn.Sequential(Block(), Block()), stage=3)).groups[0].nbytes)
+
+
+def sharded(budget_units: float | None = None, num_blocks: int = NUM_BLOCKS) -> tuple[nn.Module, Any, int]:
+    """(model of equal units, its root, bytes of a unit); a budget in units."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+    unit_nbytes = nbytes_of_a_unit()
+    sc.shard(model, stage=3, budget=None if budget_units is None else int(budget_units * unit_nbytes))
+    return model, find_root(model), unit_nbytes
+
+
+def train(model: nn.Module, num_steps: int, first: int = 0) -> None:
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    for step in range(first, first + num_steps):
+        model(rows(step, sc.Mesh().rank, 4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def live_nbytes(root: Any) -> int:
+    return sum(g.nbytes for g in root.groups if g.state.value != "sharded")
+
+
+@pytest.mark.parametrize("budget_units", [1, 2, 3, 6, 100])
+@spmd(world=2)
+def test_the_budget_is_never_exceeded_and_changes_no_bit(budget_units: float) -> None:
+    free, _, _ = sharded()
+    train(free, 4)
+    model, root, unit_nbytes = sharded(budget_units)
+    most: list[int] = []
+    for block in model:
+        block.up.register_forward_pre_hook(lambda m, args: most.append(live_nbytes(root)))
+        block.up.register_full_backward_pre_hook(lambda m, grads: most.append(live_nbytes(root)))
+    train(model, 4)
+    assert max(most) <= budget_units * unit_nbytes
+    assert live_nbytes(root) == 0, "everything is released between steps"
+    expected = whole_parameters(free)
+    assert all(torch.equal(value, expected[name]) for name, value in whole_parameters(model).items())
+
+
+@spmd(world=2)
+def test_units_are_gathered_as_planned_from_the_second_step_on() -> None:
+    model, root, unit_nbytes = sharded(3)
+    train(model, 1)
+    plan = root.prefetcher.coordinator.plan("train")
+    assert plan.bytes_gathered < plan.bytes_on_demand == 2 * NUM_BLOCKS * unit_nbytes
+    seen: list[list[str]] = []
+    for block in model:
+        block.up.register_forward_pre_hook(lambda m, args: seen.append([g.state.value for g in root.groups]))
+    comm.reset_traffic()
+    train(model, 1, first=1)
+    assert comm.traffic()["gather.calls"] == len(plan.gathers)
+    for i, states in enumerate(seen):
+        assert states[i] == "unsharded"
+        assert i == NUM_BLOCKS - 1 or states[i + 1] != "sharded", "the next unit is under way"
+    assert root.prefetcher.coordinator.num_departures == 0
+
+
+@spmd(world=2)
+def test_steps_that_depart_from_the_plan_train_on_and_are_planned_anew() -> None:
+    """Another order, a unit left out, a unit twice, evaluation in between; equal to the same steps at stage 2."""
+    orders = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3], [1, 1, 3, 0], [0, 1, 2, 3], [3]]
+
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+            for i in order:
+                x = self.blocks[i](x)
+            return x
+
+    def result(stage: int) -> tuple[dict[str, torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model = sc.shard(Picking(), stage=stage)
+        optimizer = sc.optimizer(torch.optim.AdamW, model, lr=0.01)
+        for step, order in enumerate(orders):
+            model(rows(step, sc.Mesh().rank, 4, 7), order).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(rows(step, 0, 2, 7), list(reversed(order)))
+        return whole_parameters(model), find_root(model)
+
+    expected, _ = result(2)
+    found, root = result(3)
+    assert root.prefetcher.coordinator.num_departures > 0
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@spmd(world=2)
+def test_what_is_kept_between_forward_and_backward_is_released_before_it_could_be_stale() -> None:
+    model, root, _ = sharded(100)
+    train(model, 2)
+    model(rows(9, 0, 4, 7))  # no backward follows
+    assert live_nbytes(root) > 0
+    state = sc.state_dict(model)
+    assert live_nbytes(root) == 0
+    model(rows(9, 0, 4, 7))
+    with sc.summon(model, writeback=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    doubled = sc.state_dict(model)
+    if sc.Mesh().rank == 0:
+        assert all(torch.equal(doubled[name], 2 * value) for name, value in state.items())
+
+
+@spmd(world=2)
+def test_a_budget_below_a_unit_is_an_error_with_the_arithmetic() -> None:
+    with pytest.raises(PlanError, match=r"budget"):
+        sharded(0.5)
+    with pytest.raises(ConfigError, match="budget=0"):
+        sc.shard(Block(), stage=3, budget=0)
+    with pytest.raises(ConfigError, match="give one of them"):
+        sc.shard(Block(), stage=3, budget=10**6, prefetch=PrefetchLimits())
+
+
+class _SlowLink:
+    """Gathers that take at least ``seconds`` each, one after the other, and note how long ranks wait for them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.free_at = 0.0
+        self.exposed = 0.0
+
+    def gather(self, *args: Any) -> Any:
+        handle = comm.gather_shards(*args)
+        self.free_at = max(self.free_at, time.monotonic()) + self.seconds
+        return _SlowHandle(self, handle, self.free_at)
+
+
+class _SlowHandle:
+    def __init__(self, link: _SlowLink, handle: comm.Handle, ready_at: float) -> None:
+        self._link, self._handle, self._ready_at = link, handle, ready_at
+
+    def wait(self) -> None:
+        before = time.monotonic()
+        time.sleep(max(self._ready_at - before, 0.0))
+        self._handle.wait()
+        self._link.exposed += time.monotonic() - before
+
+
+@spmd(world=2)
+def test_most_gather_time_is_hidden_under_a_budget_of_three_units() -> None:
+    """12 equal units, a gather 0.8 of a unit's computation: at most a third of what on-demand gathers expose."""
+    compute = 0.02
+    exposed = {}
+    for name, limits in (("on demand", {"max_live_nbytes": 0}), ("planned", {"budget": 3})):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(12)))
+        unit_nbytes = nbytes_of_a_unit()
+        sc.shard(model, stage=3, prefetch=PrefetchLimits(**{key: value * unit_nbytes for key, value in limits.items()}))
+        for block in model:
+            block.up.register_forward_hook(lambda m, args, out: time.sleep(compute))
+            block.up.register_full_backward_hook(lambda m, grads, out: time.sleep(compute))
+        link = _SlowLink(0.8 * compute)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "comm", _Redirected(link))
+            train(model, 1)
+            link.exposed = 0.0
+            train(model, 2, first=1)
+        exposed[name] = link.exposed
+    assert exposed["planned"] <= exposed["on demand"] / 3, exposed
+
+
+class _Redirected:
+    """``shardcore.comm`` with slow gathers."""
+
+    def __init__(self, link: _SlowLink) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return self._link.gather if name == "gather_shards" else getattr(comm, name)
