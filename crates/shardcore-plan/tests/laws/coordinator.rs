@@ -286,6 +286,17 @@ fn a_use_that_lasts_longer_delays_gathers_but_keeps_their_order() {
 }
 
 #[test]
+fn a_unit_still_in_use_when_its_next_gather_is_due_keeps_the_order() {
+    let uses = [0, 1, 2, 0, 3].map(|unit| Use::new(unit, FORWARD));
+    let mut rank = Rank::new(&[100; 4], 400, Limits { max_reuse_nbytes: Some(0), ..Limits::default() });
+    rank.step("", &uses);
+    let mut longer = uses;
+    longer[0].span = 3;
+    rank.step("", &longer);
+    assert_eq!(rank.started, [0, 1, 2, 0, 3]);
+}
+
+#[test]
 fn a_use_that_does_not_fit_beside_others_is_refused_and_nothing_changes() {
     let mut rank = Rank::new(&[60, 50, 10], 100, Limits::default());
     rank.begin("");
