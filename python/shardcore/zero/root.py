@@ -71,6 +71,8 @@ class Root:
         """What ``hooks.install`` put on the parameters, which hold it weakly."""
         self.forward_depth = 0
         self.backward_running = False
+        self._num_forwards = 0
+        """Forwards with gradients since the last backward."""
         self.active: list[Unit] = []
         """Units whose forward is running, outermost first."""
         self.prefetcher: Prefetcher | None = None
@@ -120,7 +122,7 @@ class Root:
             if not self.window.num_backwards and not private.in_backward():
                 self._program.end()
             if self.prefetcher is not None and not private.in_backward():
-                self.prefetcher.begin("train" if torch.is_grad_enabled() else "eval")
+                self.prefetcher.begin(self._kind_of_forward())
         self.forward_depth += 1
 
     def end_forward(self, *, failed: bool = False) -> None:
@@ -231,6 +233,13 @@ class Root:
             for unit in list(group.holders):
                 self._release_group(unit, group)
 
+    def _kind_of_forward(self) -> str:
+        """Forwards of one kind share a plan: those for evaluation, and the first, second, ... before a backward."""
+        if not torch.is_grad_enabled():
+            return "eval"
+        self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
+        return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
+
     def _forget_holders(self) -> None:
         for group in self.groups:
             group.holders.clear()
@@ -261,6 +270,7 @@ class Root:
 
     def _settle_state(self) -> None:
         self.backward_running = False
+        self._num_forwards = 0
         self.window.reset_running()
         if not self.forward_depth:
             self.active.clear()
