@@ -6,11 +6,18 @@
 mod args;
 mod error;
 mod gil;
+mod host_memory;
+mod io;
 mod plan;
+mod tensor;
 
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::host_memory::PyHostMemory;
+    #[pymodule_export]
+    use crate::io::{PyIoEngine, PyIoHandle, PySwapFile};
     #[pymodule_export]
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
 }
