@@ -55,7 +55,7 @@ impl From<CoreError> for PyErr {
 fn storage_error(error: &StorageError) -> PyErr {
     let message = error.to_string();
     let raised = match (error.errno(), error.path()) {
-        (errno, Some(path)) => classes::StorageError::new_err((errno, message, path.to_owned())),
+        (errno, Some(path)) => classes::StorageError::new_err((errno, message, path.as_os_str().to_owned())),
         (Some(errno), None) => classes::StorageError::new_err((errno, message)),
         (None, None) => classes::StorageError::new_err(message),
     };
