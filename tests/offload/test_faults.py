@@ -1,4 +1,4 @@
-"""Real faults on both back ends: exact data, or an error that names the file; never a wrong byte, a hang or a leftover."""
+"""Real faults on both back ends: exact data, or an error that names the file; no wrong byte, no hang, no leftover."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_an_error_that_nobody_waited_for_is_raised_by_close(tmp_path: Path) -> N
 
 def test_an_error_under_way_is_not_replaced(tmp_path: Path) -> None:
     for backend in BACKENDS:
-        with pytest.raises(KeyError) as raised, offload.IoEngine(backend=backend) as engine:
+        with pytest.raises(KeyError) as raised, offload.IoEngine(backend=backend) as engine:  # noqa: PT012  as a user would
             engine.read(tmp_path / "none", torch.ones(5))
             raise KeyError("the first")
         assert "No such file" in raised.value.__notes__[0]
@@ -249,10 +249,10 @@ def test_other_python_threads_run_while_one_waits(tmp_path: Path) -> None:
 INTERRUPTED = """
     import os, signal, sys, threading, time, torch
     from shardcore import offload
-    tensor = torch.ones(400 << 20, dtype=torch.uint8)
-    for backend in ("io_uring", "threads"):
-        engine = offload.IoEngine(backend=backend, queue_depth=1, block_nbytes=4096)
-        handle = engine.write(sys.argv[1] + backend, tensor)
+    tensor = torch.ones(100 << 20, dtype=torch.uint8)
+    engines = [offload.IoEngine(backend=name, queue_depth=1, block_nbytes=4096) for name in ("io_uring", "threads")]
+    for engine in engines:
+        handle = engine.write(sys.argv[1] + engine.backend, tensor)
         for wait in (handle.wait, engine.close):
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             start = time.monotonic()
