@@ -1,7 +1,7 @@
 //! How the end of a request reaches the one who waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Result, StorageError};
@@ -17,7 +17,7 @@ pub(crate) struct Completion {
 
 impl Completion {
     pub(crate) fn set(&self, outcome: Result<()>) {
-        let mut slot = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = self.lock();
         slot.get_or_insert(outcome);
         self.done.notify_all();
     }
@@ -26,9 +26,22 @@ impl Completion {
         self.seen.load(Ordering::Acquire)
     }
 
+    fn lock(&self) -> MutexGuard<'_, Option<Result<()>>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The outcome in a forked child, where nobody would ever give back a lock that was held at the fork.
+    fn after_fork(&self) -> Option<Result<()>> {
+        match self.outcome.try_lock() {
+            Ok(outcome) => outcome.clone(),
+            Err(TryLockError::Poisoned(error)) => error.into_inner().clone(),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// The outcome, and marks it as seen.
     pub(crate) fn take_note(&self) -> Option<Result<()>> {
-        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let outcome = self.lock().clone();
         self.seen.fetch_or(outcome.is_some(), Ordering::AcqRel);
         outcome
     }
@@ -50,7 +63,10 @@ impl Handle {
     /// Whether the request has ended, well or badly.
     #[must_use]
     pub fn done(&self) -> bool {
-        self.completion.outcome.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        if self.is_forked() {
+            return self.completion.after_fork().is_some();
+        }
+        self.completion.lock().is_some()
     }
 
     /// Waits for the end of the request. Later calls give the same outcome.
@@ -68,17 +84,22 @@ impl Handle {
     /// Waits so long at most; none if the request is still under way.
     #[must_use]
     pub fn wait_timeout(&self, timeout: Duration) -> Option<Result<()>> {
+        if self.is_forked() {
+            let here = std::process::id();
+            let forked = Err(StorageError::Forked { owner: self.owner, here });
+            return Some(self.completion.after_fork().unwrap_or(forked));
+        }
         let deadline = Instant::now() + timeout;
-        let here = std::process::id();
-        let mut outcome = self.completion.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut outcome = self.completion.lock();
         while outcome.is_none() {
-            if here != self.owner {
-                return Some(Err(StorageError::Forked { owner: self.owner, here }));
-            }
             let left = deadline.checked_duration_since(Instant::now())?;
             outcome = self.completion.done.wait_timeout(outcome, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(outcome);
         self.completion.take_note()
+    }
+
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.owner
     }
 }

@@ -26,7 +26,8 @@ pub unsafe trait IoMemory: Send + Sync + 'static {
 /// How a [`HostBuffer`] is made.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOptions {
-    /// Align to huge pages and ask the kernel for them; where it has none, normal pages do.
+    /// Align to huge pages and ask the kernel for them; where it has none, or a buffer is smaller than one, normal pages
+    /// do. The buffer takes no more memory for it.
     pub huge_pages: bool,
     /// Keep the pages from being swapped out (`mlock`).
     pub lock: bool,
@@ -77,10 +78,11 @@ impl HostBuffer {
             .checked_next_multiple_of(page_nbytes())
             .filter(|&rounded| isize::try_from(rounded).is_ok())
             .ok_or_else(|| failed("mmap", &io::Error::from_raw_os_error(libc::ENOMEM)))?;
-        let alignment = if options.huge_pages { HUGE_PAGE.max(page_nbytes()) } else { page_nbytes() };
+        let huge_pages = options.huge_pages && nbytes >= HUGE_PAGE;
+        let alignment = if huge_pages { HUGE_PAGE.max(page_nbytes()) } else { page_nbytes() };
         let start = map_aligned(committed_nbytes, alignment).map_err(|error| failed("mmap", &error))?;
         let buffer = Self { start, nbytes, committed_nbytes };
-        if options.huge_pages {
+        if huge_pages {
             // SAFETY: the range is this mapping. Advice that is not followed changes nothing.
             unsafe { libc::madvise(start.as_ptr().cast(), committed_nbytes, libc::MADV_HUGEPAGE) };
         }

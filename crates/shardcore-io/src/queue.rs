@@ -148,12 +148,12 @@ impl Queue {
         let mut state = self.lock();
         let Some(active) = state.active.get_mut(&id) else { return };
         match next {
-            Next::Again(rest) if active.error.is_none() => {
+            Next::Again(rest) if active.wants(&rest) => {
                 state.rests.push_back(rest);
                 drop(state);
-                return self.wake();
+                return self.wake_threads();
             }
-            Next::Failed(error) => active.error = active.error.take().or(Some(error)),
+            Next::Failed(error) => active.fail(error),
             Next::Done | Next::Again(_) => {}
         }
         if !active.end_piece() {
@@ -172,7 +172,7 @@ impl Queue {
         } else {
             return;
         }
-        self.wake();
+        self.wake_threads();
     }
 
     /// Ends the engine: no thread can carry anything out any more. Requests fail with `error`; the memory of those that
@@ -243,10 +243,18 @@ impl Queue {
         }
     }
 
+    /// Tells whoever carries pieces out that there may be more.
     fn wake(&self) {
         match &self.waker {
             Some(waker) => waker.wake(),
             None => self.work.notify_all(),
+        }
+    }
+
+    /// The same from the end of a piece: the thread of a ring is awake then, and looks for itself.
+    fn wake_threads(&self) {
+        if self.waker.is_none() {
+            self.work.notify_all();
         }
     }
 }

@@ -86,6 +86,19 @@ impl Active {
         Some(piece)
     }
 
+    /// Notes that a transfer failed. Of several errors the one at the lowest byte is told: pieces are cut in order, so that
+    /// is where the fault begins.
+    pub(crate) fn fail(&mut self, error: StorageError) {
+        if self.error.as_ref().is_none_or(|known| error.offset() < known.offset()) {
+            self.error = Some(error);
+        }
+    }
+
+    /// Whether the rest of a short transfer is still of use: after an error only if it may show an earlier one.
+    pub(crate) fn wants(&self, rest: &Piece) -> bool {
+        self.error.as_ref().is_none_or(|error| Some(rest.offset) < error.offset())
+    }
+
     /// Counts a transfer that ended for good. True once nothing of the request is under way.
     pub(crate) fn end_piece(&mut self) -> bool {
         self.in_flight -= 1;

@@ -155,9 +155,9 @@ fn reserve(file: &File, folder: &Path, nbytes: u64) -> Result<()> {
         return Ok(());
     }
     let failed = |error: io::Error| StorageError::os("allocate a file in", folder, None, &error);
-    let length = libc::off64_t::try_from(nbytes).unwrap_or(libc::off64_t::MAX);
+    let length = libc::off_t::try_from(nbytes).unwrap_or(libc::off_t::MAX);
     // SAFETY: a call on an open descriptor without pointers.
-    let error = match unsafe { libc::fallocate64(file.as_raw_fd(), 0, 0, length) } {
+    let error = match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } {
         0 => return Ok(()),
         _ => io::Error::last_os_error(),
     };

@@ -1,11 +1,11 @@
 //! The back end of threads: each carries one transfer out at a time, with `pread` and `pwrite`.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use crate::error::{Result, StorageError};
-use crate::limits::HostLimits;
 use crate::memory::{HostBuffer, HostOptions};
 use crate::queue::Queue;
 use crate::request::Piece;
@@ -30,7 +30,7 @@ impl Threads {
         let missing = num_pieces.saturating_sub(queue.idle_threads()).min(self.max_threads - self.running.len());
         for _ in 0..missing {
             let queue = Arc::clone(queue);
-            match spawn(move || work(&queue)) {
+            match spawn(move || run(&queue)) {
                 Ok(thread) => self.running.push(thread),
                 Err(_) if !self.running.is_empty() => break,
                 Err(error) => return Err(StorageError::Internal(format!("no thread can be started: {error}"))),
@@ -55,6 +55,13 @@ pub(crate) fn spawn(body: impl FnOnce() + Send + 'static) -> io::Result<JoinHand
         }
         body();
     })
+}
+
+/// Works until the engine is closed and all is done.
+fn run(queue: &Queue) {
+    if catch_unwind(AssertUnwindSafe(|| work(queue))).is_err() {
+        queue.break_off(&StorageError::Internal("a thread of the engine panicked".to_owned()));
+    }
 }
 
 fn work(queue: &Queue) {
@@ -82,7 +89,7 @@ fn bounce_memory(bounce: &mut Option<HostBuffer>, nbytes: usize) -> io::Result<*
 
 /// Memory for transfers whose own memory is not aligned well enough.
 pub(crate) fn bounce_buffer(nbytes: usize) -> io::Result<HostBuffer> {
-    let options = HostOptions { huge_pages: false, lock: false, limits: HostLimits::now() };
+    let options = HostOptions { huge_pages: true, ..HostOptions::now() };
     let made = HostBuffer::new("copying unaligned memory", nbytes, &options);
     made.map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))
 }
@@ -103,12 +110,12 @@ fn through(piece: &Piece, nbytes: usize, memory: *mut u8) -> io::Result<usize> {
 
 fn transfer(piece: &Piece, memory: *mut u8, nbytes: usize) -> io::Result<usize> {
     let descriptor = piece.file.descriptor(piece.direct);
-    let offset = libc::off64_t::try_from(piece.offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+    let offset = libc::off_t::try_from(piece.offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
     // SAFETY: `memory` has `nbytes`, and the piece keeps both it and the file alive during the call.
     let moved = unsafe {
         match piece.request.kind {
-            Kind::Read => libc::pread64(descriptor, memory.cast(), nbytes, offset),
-            Kind::Write => libc::pwrite64(descriptor, memory.cast_const().cast(), nbytes, offset),
+            Kind::Read => libc::pread(descriptor, memory.cast(), nbytes, offset),
+            Kind::Write => libc::pwrite(descriptor, memory.cast_const().cast(), nbytes, offset),
         }
     };
     usize::try_from(moved).map_err(|_| io::Error::last_os_error())

@@ -31,7 +31,7 @@ impl PyHostMemory {
 #[pymethods]
 impl PyHostMemory {
     #[new]
-    #[pyo3(signature = (nbytes, *, huge_pages = false, lock = false))]
+    #[pyo3(signature = (nbytes, *, huge_pages = true, lock = false))]
     fn new(py: Python<'_>, nbytes: i128, huge_pages: bool, lock: bool) -> PyResult<Self> {
         let pool = gil::run(py, || {
             let options = HostOptions { huge_pages, lock, ..HostOptions::now() };

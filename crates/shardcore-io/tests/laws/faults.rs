@@ -219,3 +219,28 @@ fn numbers_out_of_range_are_refused_at_once() {
     let outcome = engine.submit(Kind::Write, Place::Path(&path), i64::MAX.unsigned_abs() - 9, slice);
     assert!(outcome.unwrap_err().to_string().contains("offset + 10 bytes"));
 }
+
+#[derive(Debug)]
+struct Panics;
+
+impl Faults for Panics {
+    fn transfer(&self, transfer: &Transfer<'_>) -> Verdict {
+        assert!(transfer.offset < 8192, "as a fault of ours would");
+        Verdict::Whole
+    }
+}
+
+#[test]
+fn a_panic_in_the_engine_ends_every_request_with_an_error() {
+    for backend in BACKENDS {
+        let folder = Folder::new();
+        let engine = Setting { queue_depth: 1, ..Setting::faulty(backend, Panics) }.engine();
+        let path = folder.join("data");
+        let first = Pending::write(&engine, Place::Path(&path), 0, &pattern(1, 20_000), 0);
+        assert!(matches!(first.wait(), Err(StorageError::Internal(_))));
+        let later = HostBuffer::new("a test", 10, &HostOptions::now()).unwrap();
+        // SAFETY: the request is refused.
+        let slice = unsafe { shardcore_io::HostSlice::new(Arc::new(later), 0..10) }.unwrap();
+        assert!(matches!(engine.submit(Kind::Write, Place::Path(&path), 0, slice), Err(StorageError::Internal(_))));
+    }
+}
