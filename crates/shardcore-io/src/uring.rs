@@ -102,6 +102,10 @@ impl Driver {
             }
             self.sleep_on_waker()?;
             self.fill()?;
+            // The last request may have failed before it reached the kernel; nobody would end the wait.
+            if self.queue.is_over() {
+                break;
+            }
             match self.ring.submit_and_wait(1) {
                 Err(error) if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {
                     return Err(error);
