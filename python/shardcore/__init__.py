@@ -44,6 +44,7 @@ _ROOMS = (
     "errors",
     "launch",
     "mesh",
+    "offload",
     "optim",
     "plan",
     "testing",

@@ -29,7 +29,16 @@ class RankMismatchError(ShardcoreError, RuntimeError):
 
 
 class StorageError(ShardcoreError, OSError):
-    """Reading or writing host memory or disk failed."""
+    """Reading or writing host memory or disk failed.
+
+    As in every ``OSError``, ``errno`` and ``filename`` name the fault and the file, where there are such.
+    """
+
+    offset: int | None = None
+    """The byte of the file at which the fault showed."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
 
 
 class CheckpointError(ShardcoreError, RuntimeError):

@@ -6,7 +6,8 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript};
-use shardcore_plan::{Dtype, Param, PlanError, Result, Sharding, Unit};
+use shardcore_io::StorageError;
+use shardcore_plan::{Dtype, Param, PlanError, Sharding, Unit};
 
 use crate::error::CoreError;
 
@@ -75,7 +76,7 @@ fn fields<'py, const N: usize>(object: &Bound<'py, PyAny>, expected: &str) -> Py
 }
 
 /// Outer error: not an integer. Inner error: an integer that counts nothing.
-fn numel(object: &Bound<'_, PyAny>) -> PyResult<Result<u64>> {
+fn numel(object: &Bound<'_, PyAny>) -> PyResult<Result<u64, PlanError>> {
     match object.extract::<u64>() {
         Ok(numel) => Ok(Ok(numel)),
         Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
@@ -86,17 +87,27 @@ fn numel(object: &Bound<'_, PyAny>) -> PyResult<Result<u64>> {
 }
 
 /// Checks the two numbers that describe shards.
-pub(crate) fn sharding(num_shards: i128, alignment: i128) -> Result<Sharding> {
+pub(crate) fn sharding(num_shards: i128, alignment: i128) -> Result<Sharding, PlanError> {
     let count = u64::try_from(num_shards).map_err(|_| PlanError::num_shards(num_shards))?;
     let align = u64::try_from(alignment).map_err(|_| PlanError::alignment(alignment))?;
     Sharding::new(count, align)
 }
 
 /// Checks the limit on a segment.
-pub(crate) fn segment_limit(segment_nbytes: Option<i128>) -> Result<Option<NonZeroU64>> {
+pub(crate) fn segment_limit(segment_nbytes: Option<i128>) -> Result<Option<NonZeroU64>, PlanError> {
     let limit = |value: i128| {
         let nbytes = u64::try_from(value).ok().and_then(NonZeroU64::new);
         nbytes.ok_or_else(|| PlanError::segment_nbytes(value))
     };
     segment_nbytes.map(limit).transpose()
+}
+
+/// A count or an offset in bytes, from whatever integer Python gave.
+pub(crate) fn u64_of(what: &'static str, value: i128, expected: &str) -> Result<u64, StorageError> {
+    u64::try_from(value).map_err(|_| StorageError::out_of_range(what, value, expected))
+}
+
+/// [`u64_of`] for what is in memory.
+pub(crate) fn usize_of(what: &'static str, value: i128, expected: &str) -> Result<usize, StorageError> {
+    usize::try_from(value).map_err(|_| StorageError::out_of_range(what, value, expected))
 }

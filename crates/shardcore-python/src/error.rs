@@ -1,14 +1,17 @@
 //! The one place where a Rust error becomes a Python exception.
 
-use pyo3::PyErr;
+use pyo3::prelude::*;
+use shardcore_io::StorageError;
 use shardcore_link::LinkError;
 use shardcore_plan::PlanError;
 
 mod classes {
+    pyo3::import_exception!(shardcore.errors, ConfigError);
     pyo3::import_exception!(shardcore.errors, PlanError);
     pyo3::import_exception!(shardcore.errors, RankMismatchError);
     pyo3::import_exception!(shardcore.errors, ShardcoreError);
     pyo3::import_exception!(shardcore.errors, StateError);
+    pyo3::import_exception!(shardcore.errors, StorageError);
 }
 
 /// Whatever can go wrong behind the binding.
@@ -17,6 +20,12 @@ pub(crate) enum CoreError {
     Plan(PlanError),
     /// Processes on one machine cannot exchange data, or an exchange failed.
     Link(LinkError),
+    /// Host memory or a disk could not do what was asked.
+    Storage(StorageError),
+    /// A setting cannot be honoured.
+    Config(String),
+    /// A tensor has no memory of the kind that Rust can use.
+    Tensor(String),
     /// Rust code panicked: a fault of shardcore, never of the caller.
     Panic(String),
 }
@@ -33,6 +42,12 @@ impl From<LinkError> for CoreError {
     }
 }
 
+impl From<StorageError> for CoreError {
+    fn from(error: StorageError) -> Self {
+        Self::Storage(error)
+    }
+}
+
 impl From<CoreError> for PyErr {
     fn from(error: CoreError) -> Self {
         match error {
@@ -41,9 +56,27 @@ impl From<CoreError> for PyErr {
                 classes::StateError::new_err(error.to_string())
             }
             CoreError::Link(error) => classes::RankMismatchError::new_err(error.to_string()),
+            CoreError::Storage(error) => storage_error(&error),
+            CoreError::Config(message) => classes::ConfigError::new_err(message),
+            CoreError::Tensor(message) => classes::StorageError::new_err(message),
             CoreError::Panic(message) => classes::ShardcoreError::new_err(format!(
                 "internal error in shardcore._core: {message}; this is a fault of shardcore, please report it"
             )),
         }
     }
+}
+
+/// Carries number, path and offset over, as `OSError` does.
+fn storage_error(error: &StorageError) -> PyErr {
+    let message = error.to_string();
+    let raised = match (error.errno(), error.path()) {
+        (errno, Some(path)) => classes::StorageError::new_err((errno, message, path.as_os_str().to_owned())),
+        (Some(errno), None) => classes::StorageError::new_err((errno, message)),
+        (None, None) => classes::StorageError::new_err(message),
+    };
+    if let Some(offset) = error.offset() {
+        // A failure here would hide the error that matters.
+        let _ = Python::attach(|py| raised.value(py).setattr("offset", offset));
+    }
+    raised
 }

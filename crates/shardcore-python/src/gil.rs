@@ -15,7 +15,8 @@ where
     T: Send,
     E: Into<CoreError> + Send,
 {
-    // AssertUnwindSafe: frozen plans are all that `work` sees, so a panic leaves nothing half done behind.
+    // AssertUnwindSafe: `work` sees frozen plans, and engines whose locks hold no state that a panic could leave half
+    // changed.
     let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
     py.check_signals()?;
     match outcome {

@@ -6,6 +6,8 @@
 mod args;
 mod error;
 mod gil;
+mod host_memory;
+mod io;
 mod link;
 mod plan;
 mod prefetch;
@@ -15,6 +17,10 @@ mod tensor;
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::host_memory::PyHostMemory;
+    #[pymodule_export]
+    use crate::io::{PyIoEngine, PyIoHandle, PySwapFile};
     #[pymodule_export]
     use crate::link::PyHostLink;
     #[pymodule_export]

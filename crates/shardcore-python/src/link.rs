@@ -56,17 +56,15 @@ impl PyHostLink {
         source: TensorRef,
         pulls: Vec<(usize, usize, TensorRef)>,
     ) -> PyResult<u64> {
-        let parts = pulls.iter().map(|(peer, offset, into)| Pull {
-            peer: *peer,
-            offset: *offset,
-            into: into.address,
-            nbytes: into.nbytes,
+        let parts = pulls.iter().map(|(peer, offset, tensor)| {
+            let (into, nbytes) = tensor.span();
+            Pull { peer: *peer, offset: *offset, into, nbytes }
         });
         let parts: Vec<Pull> = parts.collect();
-        let (address, nbytes) = (source.address, source.nbytes);
+        let (address, nbytes) = source.span();
         // SAFETY: the tensors are kept until the exchange is complete, and what `comm` exchanges is nobody else's then.
         let sequence = gil::run(py, || unsafe { self.link.exchange(tag, address, nbytes, parts) })?;
-        let owners = pulls.into_iter().map(|(_, _, into)| into.owner).chain([source.owner]).collect();
+        let owners = pulls.into_iter().map(|(_, _, into)| into.into_owner()).chain([source.into_owner()]).collect();
         self.lent().push_back((sequence, owners));
         self.give_back(self.link.num_complete());
         Ok(sequence)

@@ -1,0 +1,17 @@
+"""Tensors outside the device: exactly sized host memory, and disks that are read and written while training goes on.
+
+>>> import torch
+>>> from shardcore import offload
+>>> with offload.IoEngine() as io:
+...     io.write("/tmp/moments", torch.arange(1000.0)).wait()
+...     back = offload.HostPool(4000, pin=False).tensor(1000, torch.float32)
+...     io.read("/tmp/moments", back).wait()
+"""
+
+from __future__ import annotations
+
+from shardcore._core import IoEngine, IoHandle, SwapFile
+
+from .host_pool import HostPool
+
+__all__ = ["HostPool", "IoEngine", "IoHandle", "SwapFile"]
