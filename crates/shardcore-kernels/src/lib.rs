@@ -32,6 +32,6 @@ pub use cast::Cast;
 pub use error::{KernelError, Result};
 pub use isa::Isa;
 pub use random::Stream;
-pub use rule::Rule;
+pub use rule::{Options, Rule};
 pub use update::Update;
 pub use values::{ParamMut, Rounding, StateMut, Values, ValuesMut};

@@ -1,7 +1,7 @@
 //! The update rules, element by element, with their coefficients worked out beforehand in fp64.
 //!
-//! Moving averages are written as steps towards the new value, `v + (1 - b) * (g - v)`. With two rounded coefficients,
-//! `b * v + (1 - b) * g`, the average would settle beside the value: by 1.3e-5 of it in fp32 for `b = 0.999`.
+//! Moving averages are written as steps from one end to the other, `v + (1 - b) * (g - v)`. With two rounded
+//! coefficients, `b * v + (1 - b) * g`, the average would settle beside the value: by 1.3e-5 of it in fp32 for `b = 0.999`.
 //! Weight decay is a step too, `p - lr * decay * p`: the factor `1 - lr * decay` would lose most digits of a small decay.
 
 #![allow(clippy::cast_possible_truncation, reason = "coefficients are rounded to fp32 once, here")]
@@ -11,6 +11,25 @@ use crate::error::{KernelError, Result};
 /// How one element of a parameter moves. `a` and `b` are its states; a rule with fewer leaves the others alone.
 pub(crate) trait Elementwise: Copy {
     fn update(self, p: f32, g: f32, a: f32, b: f32) -> (f32, f32, f32);
+}
+
+/// A moving average: a step from its nearer end, so that the difference of the two ends costs no digits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Average {
+    from_new: bool,
+    weight: f32,
+}
+
+impl Average {
+    fn new(decay: f64) -> Self {
+        let from_new = decay < 0.5;
+        Self { from_new, weight: (if from_new { -decay } else { 1.0 - decay }) as f32 }
+    }
+
+    #[inline(always)]
+    fn of(self, old: f32, new: f32) -> f32 {
+        (if self.from_new { new } else { old }) + self.weight * (new - old)
+    }
 }
 
 /// An update rule at one step, ready to run.
@@ -62,6 +81,42 @@ impl Rule {
     }
 }
 
+/// Hyperparameters of any rule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)] // The variants are their names.
+pub enum Options {
+    Adam(AdamOptions),
+    Lion(LionOptions),
+    Adagrad(AdagradOptions),
+    Sgd(SgdOptions),
+}
+
+impl Options {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`].
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Self::Adam(options) => options.check(),
+            Self::Lion(options) => options.check(),
+            Self::Adagrad(options) => options.check(),
+            Self::Sgd(options) => options.check(),
+        }
+    }
+
+    /// The rule at a step; the first step is 1.
+    #[must_use]
+    pub fn at(&self, step: f64) -> Rule {
+        match self {
+            Self::Adam(options) => options.at(step),
+            Self::Lion(options) => options.rule(),
+            Self::Adagrad(options) => options.at(step),
+            Self::Sgd(options) => options.at(step),
+        }
+    }
+}
+
 /// Hyperparameters of Adam and `AdamW`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamOptions {
@@ -102,11 +157,11 @@ impl AdamOptions {
         let lr = (self.lr / correction1) as f32;
         let inverse_root = (1.0 / correction2.sqrt()) as f32;
         let (decay, l2, eps) = (decay as f32, l2 as f32, self.eps as f32);
-        let (weight1, weight2) = ((1.0 - self.beta1) as f32, (1.0 - self.beta2) as f32);
+        let (average1, average2) = (Average::new(self.beta1), Average::new(self.beta2));
         if l2 == 0.0 {
-            Rule::AdamW(Adam { lr, decay, weight1, weight2, inverse_root, eps, l2 })
+            Rule::AdamW(Adam { lr, decay, average1, average2, inverse_root, eps, l2 })
         } else {
-            Rule::Adam(Adam { lr, decay, weight1, weight2, inverse_root, eps, l2 })
+            Rule::Adam(Adam { lr, decay, average1, average2, inverse_root, eps, l2 })
         }
     }
 }
@@ -116,8 +171,8 @@ impl AdamOptions {
 pub struct Adam<const L2: bool> {
     lr: f32,
     decay: f32,
-    weight1: f32,
-    weight2: f32,
+    average1: Average,
+    average2: Average,
     inverse_root: f32,
     eps: f32,
     l2: f32,
@@ -127,8 +182,8 @@ impl<const L2: bool> Elementwise for Adam<L2> {
     #[inline(always)]
     fn update(self, p: f32, g: f32, m: f32, v: f32) -> (f32, f32, f32) {
         let g = if L2 { g + self.l2 * p } else { g };
-        let m = m + self.weight1 * (g - m);
-        let v = v + self.weight2 * (g * g - v);
+        let m = self.average1.of(m, g);
+        let v = self.average2.of(v, g * g);
         let denominator = v.sqrt() * self.inverse_root + self.eps;
         let change = self.lr * m / denominator;
         (p - if L2 { change } else { self.decay * p + change }, m, v)
@@ -166,8 +221,8 @@ impl LionOptions {
         Rule::Lion(Lion {
             lr: self.lr as f32,
             decay: (self.lr * self.weight_decay) as f32,
-            weight1: (1.0 - self.beta1) as f32,
-            weight2: (1.0 - self.beta2) as f32,
+            average1: Average::new(self.beta1),
+            average2: Average::new(self.beta2),
         })
     }
 }
@@ -177,18 +232,18 @@ impl LionOptions {
 pub struct Lion {
     lr: f32,
     decay: f32,
-    weight1: f32,
-    weight2: f32,
+    average1: Average,
+    average2: Average,
 }
 
 impl Elementwise for Lion {
     #[inline(always)]
     fn update(self, p: f32, g: f32, m: f32, b: f32) -> (f32, f32, f32) {
-        let direction = m + self.weight1 * (g - m);
+        let direction = self.average1.of(m, g);
         // The sign of zero is zero; that of NaN is NaN, so that a bad gradient shows as it does in the other rules.
         let magnitude = if direction == 0.0 { direction } else { 1.0_f32.copysign(direction) };
         let sign = if direction.is_nan() { direction } else { magnitude };
-        (p - (self.decay * p + self.lr * sign), m + self.weight2 * (g - m), b)
+        (p - (self.decay * p + self.lr * sign), self.average2.of(m, g), b)
     }
 }
 

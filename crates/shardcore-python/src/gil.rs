@@ -15,7 +15,8 @@ where
     T: Send,
     E: Into<CoreError> + Send,
 {
-    // AssertUnwindSafe: frozen plans are all that `work` sees, so a panic leaves nothing half done behind.
+    // AssertUnwindSafe: `work` sees frozen plans, which a panic leaves whole, and the numbers of tensors, of which it may
+    // leave some updated and some not: the message says that the library is at fault.
     let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
     py.check_signals()?;
     match outcome {

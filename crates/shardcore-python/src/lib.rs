@@ -6,11 +6,15 @@
 mod args;
 mod error;
 mod gil;
+mod kernels;
 mod plan;
+mod tensor;
 
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::kernels::{PyRule, PyStepTable, convert, sums_of_squares};
     #[pymodule_export]
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
 }

@@ -2,9 +2,9 @@
 
 use proptest::prelude::*;
 use shardcore_kernels::rule::AdamOptions;
-use shardcore_kernels::{Isa, Stream};
+use shardcore_kernels::{Isa, Options, Stream};
 
-use crate::given::{self, Memory, Options, PLAIN};
+use crate::given::{self, Memory, PLAIN};
 
 pub(crate) const ADAMW: AdamOptions =
     AdamOptions { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true };
@@ -15,6 +15,7 @@ struct Expected {
     states: [(f64, f64); 2],
 }
 
+#[allow(clippy::many_single_char_names, reason = "the papers' names")]
 /// One step from the papers, in fp64; `p`, `g`, and the states `a` and `b`.
 fn reference(options: &Options, step: u64, [p, g, a, b]: [f64; 4]) -> Expected {
     let unused = [(a, 0.0), (b, 0.0)];
@@ -87,10 +88,10 @@ proptest! {
     ) {
         let row = given::fitting(&options, row);
         let mut memory = given::memory(PLAIN, &row);
-        memory.step(options.at(step), PLAIN, scale, Stream::new(0, 0, 0), Isa::best());
+        memory.step(options.at(step as f64), PLAIN, scale, Stream::new(0, 0, 0), Isa::best());
         let [p, g, a, b] = row[0].map(f64::from);
         let expected = reference(&options, step, [p, g * f64::from(scale), a, b]);
-        let num_states = options.at(step).states().len();
+        let num_states = options.at(step as f64).states().len();
         for index in 0..num_states {
             prop_assert!(agree(memory.states[index][0], expected.states[index], 1e-6), "state {index}: {memory:?}");
         }
@@ -112,7 +113,7 @@ fn distance_after(options: &Options, num_steps: u64) -> f64 {
         // A gradient that does not depend on the parameter, so that the arithmetic alone is compared.
         let grad: Vec<f32> = (0..numel).map(|index| (value(index, step) + 0.3 * (index as f64).sin()) as f32).collect();
         memory.set_grad(&grad);
-        memory.step(options.at(step), PLAIN, 1.0, Stream::new(0, 0, step), Isa::best());
+        memory.step(options.at(step as f64), PLAIN, 1.0, Stream::new(0, 0, step), Isa::best());
         for (row, &g) in twin.iter_mut().zip(&grad) {
             let expected = reference(options, step, [row[0], f64::from(g), row[1], row[2]]);
             *row = [expected.param.0, expected.states[0].0, expected.states[1].0];

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use shardcore_kernels::half::{bf16_to_f32, f32_to_bf16, f32_to_f16, split};
 use shardcore_kernels::rule::{AdagradOptions, AdamOptions, LionOptions, SgdOptions};
-use shardcore_kernels::{Isa, ParamMut, Rounding, Rule, StateMut, Stream, Update, Values, ValuesMut, update};
+use shardcore_kernels::{Isa, Options, ParamMut, Rounding, Rule, StateMut, Stream, Update, Values, ValuesMut, update};
 
 /// The number of cases: `full` under `SHARDCORE_FULL=1`, else `usual`.
 pub(crate) fn count(usual: u32, full: u32) -> u32 {
@@ -12,26 +12,6 @@ pub(crate) fn count(usual: u32, full: u32) -> u32 {
 
 pub(crate) fn config(usual: u32, full: u32) -> ProptestConfig {
     ProptestConfig { cases: count(usual, full), failure_persistence: None, ..ProptestConfig::default() }
-}
-
-/// Hyperparameters of any rule.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Options {
-    Adam(AdamOptions),
-    Lion(LionOptions),
-    Adagrad(AdagradOptions),
-    Sgd(SgdOptions),
-}
-
-impl Options {
-    pub(crate) fn at(&self, step: u64) -> Rule {
-        match self {
-            Self::Adam(options) => options.at(step as f64),
-            Self::Lion(options) => options.rule(),
-            Self::Adagrad(options) => options.at(step as f64),
-            Self::Sgd(options) => options.at(step as f64),
-        }
-    }
 }
 
 pub(crate) fn options() -> impl Strategy<Value = Options> {

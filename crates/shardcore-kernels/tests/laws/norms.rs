@@ -7,7 +7,7 @@ use shardcore_kernels::{Isa, Values, norm};
 use crate::given::{self, column};
 
 proptest! {
-    #![proptest_config(given::config(100, 2_000))]
+    #![proptest_config(given::config(40, 2_000))]
 
     #[test]
     fn sums_are_those_of_fp64(rows in given::rows(given::numel(), given::number())) {

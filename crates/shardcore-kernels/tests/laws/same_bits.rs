@@ -2,12 +2,12 @@
 
 use proptest::prelude::*;
 use shardcore_kernels::half::{f32_to_bf16, f32_to_f16};
-use shardcore_kernels::{Cast, Isa, Stream, Values, ValuesMut, cast, update};
+use shardcore_kernels::{Cast, Isa, Options, Stream, Values, ValuesMut, cast, update};
 
 use crate::given::{self, Format, Formats, Memory, column};
 
 proptest! {
-    #![proptest_config(given::config(300, 10_000))]
+    #![proptest_config(given::config(60, 10_000))]
 
     #[test]
     fn every_set_of_instructions_gives_the_same_bits(
@@ -20,7 +20,7 @@ proptest! {
         let start = given::memory(formats, &rows);
         let after = |isa| {
             let mut memory = start.clone();
-            memory.step(options.at(step), formats, scale, Stream::new(1, 2, step), isa);
+            memory.step(options.at(step as f64), formats, scale, Stream::new(1, 2, step), isa);
             memory.bits()
         };
         let expected = after(Isa::portable());
@@ -68,10 +68,11 @@ fn tensors(formats: Formats) -> Vec<Memory> {
 }
 
 fn after(formats: Formats, num_threads: usize, one_by_one: bool) -> Vec<Vec<u32>> {
-    let options = given::Options::Adam(crate::accuracy::ADAMW);
+    let options = Options::Adam(crate::accuracy::ADAMW);
     let mut memories = tensors(formats);
     let numbered = memories.iter_mut().zip(0..);
-    let updates = numbered.map(|(memory, index)| memory.update(options.at(3), formats, 0.5, Stream::new(0, index, 3)));
+    let updates =
+        numbered.map(|(memory, index)| memory.update(options.at(3.0), formats, 0.5, Stream::new(0, index, 3)));
     if one_by_one {
         updates.for_each(|single| update::step(vec![single], num_threads));
     } else {

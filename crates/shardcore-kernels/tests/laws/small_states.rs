@@ -2,13 +2,13 @@
 
 use proptest::prelude::*;
 use shardcore_kernels::half::{f32_to_bf16, f32_to_f16, join, split};
-use shardcore_kernels::{Isa, Stream};
+use shardcore_kernels::{Isa, Options, Stream};
 
 use crate::accuracy::ADAMW;
-use crate::given::{self, Format, Formats, Memory, Options, PLAIN};
+use crate::given::{self, Format, Formats, Memory, PLAIN};
 
 proptest! {
-    #![proptest_config(given::config(300, 10_000))]
+    #![proptest_config(given::config(60, 10_000))]
 
     #[test]
     fn a_split_number_is_the_number(value in any::<u32>().prop_map(f32::from_bits)) {
@@ -32,8 +32,8 @@ proptest! {
         let rows = given::fitting(&options, rows);
         let (mut whole, mut parts) = (given::memory(PLAIN, &rows), given::memory(split, &rows));
         for step in 1..4 {
-            whole.step(options.at(step), PLAIN, scale, Stream::new(0, 0, step), Isa::best());
-            parts.step(options.at(step), split, scale, Stream::new(0, 0, step), Isa::best());
+            whole.step(options.at(step as f64), PLAIN, scale, Stream::new(0, 0, step), Isa::best());
+            parts.step(options.at(step as f64), split, scale, Stream::new(0, 0, step), Isa::best());
         }
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         prop_assert_eq!(bits(&parts.joined()), bits(&whole.param));
@@ -71,7 +71,7 @@ fn both_after(num_steps: u64, numel: usize) -> [Memory; 2] {
     for step in 1..=num_steps {
         for (memory, formats) in [(&mut whole, PLAIN), (&mut compact, COMPACT)] {
             memory.set_grad(&grad(step, numel));
-            memory.step(options.at(step), formats, 1.0, Stream::new(7, 0, step), Isa::best());
+            memory.step(options.at(step as f64), formats, 1.0, Stream::new(7, 0, step), Isa::best());
         }
     }
     [whole, compact]
