@@ -12,6 +12,7 @@ COMMANDS = {
     "startup": "e2e/startup.py",
     "overhead": "micro/overhead.py",
     "collectives": "micro/collectives.py",
+    "cpu-adam": "micro/cpu_adam.py",
 }
 
 

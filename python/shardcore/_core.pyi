@@ -3,9 +3,116 @@ The Rust core of shardcore. Import its names from the rooms, such as ``shardcore
 """
 
 from collections.abc import Iterable
-from typing import Any, SupportsIndex, final
+from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["ShardLayout", "ShardPlan", "first_difference", "groups", "plan_shards", "shard_layout"]
+from _typeshed import SupportsGetItem
+
+__all__ = [
+    "CPURule",
+    "CPUStepTable",
+    "ShardLayout",
+    "ShardPlan",
+    "convert",
+    "first_difference",
+    "groups",
+    "plan_shards",
+    "shard_layout",
+    "sums_of_squares",
+]
+
+@final
+class CPURule:
+    """
+    An update rule with its hyperparameters. Raises ``ConfigError`` for one that is out of range.
+    """
+    def __repr__(self, /) -> str: ...
+    @staticmethod
+    def adagrad(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        lr_decay: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        eps: SupportsFloat | SupportsIndex,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Adagrad.
+        """
+    @staticmethod
+    def adam(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex],
+        eps: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        decoupled: bool,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Adam; ``decoupled`` weight decay acts on the parameter (``AdamW``), else it is added to the gradient.
+        """
+    @staticmethod
+    def lion(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex],
+        weight_decay: SupportsFloat | SupportsIndex,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Lion, with decoupled weight decay.
+        """
+    @staticmethod
+    def sgd(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        momentum: SupportsFloat | SupportsIndex,
+        dampening: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        nesterov: bool,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Gradient descent; ``momentum=0`` keeps no state.
+        """
+
+@final
+class CPUStepTable:
+    """
+    Tensors that are stepped together, with their memory looked up once and checked again at each step.
+
+    ``rows`` are ``(number, group, step, param, low, first, second, copy)``: the parameter's number (the key of
+    stochastic rounding), the index of its rule, a tensor of one fp32 that counts its steps, the fp32 parameter (or a
+    bf16 one and its int16 remainders ``low``), its states in fp32 or bf16, and a bf16 or fp16 tensor that receives a
+    copy. All are contiguous CPU tensors of equal length that share no memory.
+
+    Raises ``ConfigError`` for any other tensor.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(
+        cls,
+        /,
+        rows: SupportsGetItem[
+            int, tuple[SupportsIndex, SupportsIndex, Any, Any, Any | None, Any | None, Any | None, Any | None]
+        ],
+    ) -> CPUStepTable: ...
+    def step(
+        self,
+        /,
+        grads: SupportsGetItem[int, Any | None],
+        rules: SupportsGetItem[int, CPURule],
+        *,
+        seeds: SupportsGetItem[int, SupportsIndex],
+        grad_scale: SupportsFloat | SupportsIndex = 1.0,
+        num_threads: SupportsIndex = 1,
+    ) -> None:
+        """
+        Makes one step of every tensor that has a gradient, in one pass over each.
+
+        ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group.
+        Gradients are multiplied by ``grad_scale`` first. ``seeds``, one for each group, are those of stochastic
+        rounding. The result does not depend on ``num_threads``.
+        """
 
 @final
 class ShardLayout:
@@ -164,6 +271,20 @@ class ShardPlan:
         Names of the units, in order.
         """
 
+def convert(
+    sources: SupportsGetItem[int, Any],
+    targets: SupportsGetItem[int, Any],
+    *,
+    scale: SupportsFloat | SupportsIndex = 1.0,
+    num_threads: SupportsIndex = 1,
+) -> None:
+    """
+    Copies each source, times ``scale``, into its target of any other float type, rounded to nearest.
+
+    Sources and targets are fp32, bf16 or fp16 tensors on the CPU, pairwise of equal length; targets are contiguous and
+    share no memory with anything here.
+    """
+
 def first_difference(first: str, second: str) -> str | None:
     """
     Names the first difference between two documents that ``to_json`` wrote; ``None`` when they are equal.
@@ -216,4 +337,11 @@ def shard_layout(
     is a power of two of at least 16.
 
     Raises ``PlanError`` for mixed dtypes or trainabilities (use ``groups``), duplicate names and numbers out of range.
+    """
+
+def sums_of_squares(tensors: SupportsGetItem[int, Any], *, num_threads: SupportsIndex = 1) -> list[float]:
+    """
+    The sum of squares of each tensor (fp32, bf16 or fp16, on the CPU), in fp64.
+
+    Does not depend on ``num_threads``. It is inf or NaN exactly where an element of the tensor is.
     """

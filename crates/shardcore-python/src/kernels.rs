@@ -305,9 +305,9 @@ fn shared_memory(first: u64, second: u64) -> CoreError {
 /// Tensors that are stepped together, with their memory looked up once and checked again at each step.
 ///
 /// ``rows`` are ``(number, group, step, param, low, first, second, copy)``: the parameter's number (the key of
-/// stochastic rounding), the index of its rule, a tensor of one fp32 that counts its steps, the fp32 parameter (or a bf16
-/// one and the int16 remainders ``low``), its states in fp32 or bf16, and a bf16 or fp16 tensor that receives a copy.
-/// All are contiguous CPU tensors of equal length that share no memory.
+/// stochastic rounding), the index of its rule, a tensor of one fp32 that counts its steps, the fp32 parameter (or a
+/// bf16 one and its int16 remainders ``low``), its states in fp32 or bf16, and a bf16 or fp16 tensor that receives a
+/// copy. All are contiguous CPU tensors of equal length that share no memory.
 ///
 /// Raises ``ConfigError`` for any other tensor.
 #[pyclass(frozen, name = "CPUStepTable", module = "shardcore.optim")]
@@ -327,9 +327,9 @@ impl PyStepTable {
 
     /// Makes one step of every tensor that has a gradient, in one pass over each.
     ///
-    /// ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group. Gradients
-    /// are multiplied by ``grad_scale`` first. The result does not depend on ``num_threads``; ``seeds``, one for each
-    /// group, are those of stochastic rounding.
+    /// ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group.
+    /// Gradients are multiplied by ``grad_scale`` first. ``seeds``, one for each group, are those of stochastic
+    /// rounding. The result does not depend on ``num_threads``.
     #[pyo3(signature = (grads, rules, *, seeds, grad_scale = 1.0, num_threads = 1))]
     fn step(
         &self,

@@ -1,12 +1,12 @@
 """Optimizers that run on the CPU in the Rust core: one pass over memory for everything that happens to a tensor.
 
-They are torch optimizers: ``param_groups``, ``state`` and ``state_dict`` have torch's names, so schedulers work on them,
-and a state moves from ``torch.optim.AdamW`` to `CPUAdamW` and back. What they add:
+They are torch optimizers: ``param_groups``, ``state`` and ``state_dict`` have torch's names, so schedulers work on
+them, and a state moves from ``torch.optim.AdamW`` to `CPUAdamW` and back. What they add:
 
-- 16-bit parameters are trained in full precision, with an fp32 master in the state, or (bf16) with the 16 bits that the
-  parameter lacks (``master="split"``), which gives the same masters bit for bit in two thirds of the memory;
-- ``state_dtype="bf16"`` keeps the states in half the bytes. What changes by less than the last place of a bf16 in a step
-  is rounded stochastically: rounded to nearest it would stop following the gradients;
+- 16-bit parameters are trained in full precision, with an fp32 master in the state, or (bf16) with the 16 bits that
+  the parameter lacks (``master="split"``), which gives the same masters bit for bit in two thirds of the memory;
+- ``state_dtype="bf16"`` keeps the states in half the bytes. What changes by less than the last place of a bf16 in a
+  step is rounded stochastically: rounded to nearest it would stop following the gradients;
 - all tensors of a step are one call, whose result does not depend on the number of threads.
 """
 
@@ -359,7 +359,9 @@ def cpu_norm(tensors: Sequence[torch.Tensor], *, num_threads: int | None = None)
 
 def _check_param(optimizer: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
     if param.device.type != "cpu":
-        raise ConfigError(f"{optimizer}: a parameter of shape {tuple(param.shape)} is on {param.device}; expected the CPU")
+        raise ConfigError(
+            f"{optimizer}: a parameter of shape {tuple(param.shape)} is on {param.device}; expected the CPU"
+        )
     if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"{optimizer}: a parameter of shape {tuple(param.shape)} is {param.dtype}; expected float32, bfloat16 or "
