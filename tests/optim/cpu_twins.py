@@ -89,6 +89,7 @@ def train(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], step
 
 def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Relative distance in L2 of all parameters together, in fp64."""
+    found, expected = [p.detach() for p in found], [p.detach() for p in expected]
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     size = sum(float(b.double().square().sum()) for b in expected)
     return (difference / size) ** 0.5

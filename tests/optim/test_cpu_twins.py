@@ -134,7 +134,7 @@ def test_a_closure_and_a_tensor_as_learning_rate() -> None:
             value.backward()
             return value
 
-        assert float(optimizer.step(loss)) == 5.0
+        assert optimizer.step(loss).item() == 5.0
         both.append([param])
     assert distance(*both) < AGREE
 

@@ -99,11 +99,11 @@ impl TensorRef {
     pub(crate) fn read_or_copy(tensor: &Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
         let py = tensor.py();
         // A sparse tensor has no answer; `read` says what is wrong with it.
-        let contiguous = tensor.call_method0(intern!(py, "is_contiguous")).and_then(|answer| answer.is_truthy());
-        match contiguous {
-            Ok(false) => Self::read(&tensor.call_method0(intern!(py, "contiguous"))?, what),
-            Ok(true) | Err(_) => Self::read(tensor, what),
+        let is_dense = tensor.getattr(intern!(py, "layout"))?.is(&Torch::get(py)?.strided);
+        if is_dense && !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
+            return Self::read(&tensor.call_method0(intern!(py, "contiguous"))?, what);
         }
+        Self::read(tensor, what)
     }
 
     /// The bytes, checked to lie within the tensor's storage.

@@ -250,11 +250,12 @@ class CPUOptimizer(torch.optim.Optimizer):
         entries = []
         number = 0
         for index, group in enumerate(self.param_groups):
+            num_entries = 1 + len(self.states_of(group))
             for param in group["params"]:
                 grad = param.grad if grads is None else grads.get(param)
                 if grad is not None:
                     state = self.state[param]
-                    if len(state) < 2:
+                    if len(state) < num_entries + (param.dtype != torch.float32):
                         self._complete(param, state, group)
                     entries.append(Entry(number, index, param, grad, state))
                 number += 1
