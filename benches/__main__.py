@@ -13,6 +13,7 @@ COMMANDS = {
     "overhead": "micro/overhead.py",
     "collectives": "micro/collectives.py",
     "io": "micro/io.py",
+    "cpu-adam": "micro/cpu_adam.py",
 }
 
 

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use shardcore_io::StorageError;
+use shardcore_kernels::KernelError;
 use shardcore_link::LinkError;
 use shardcore_plan::PlanError;
 
@@ -26,6 +27,12 @@ pub(crate) enum CoreError {
     Config(String),
     /// A tensor has no memory of the kind that Rust can use.
     Tensor(String),
+    /// Numbers or slices that a kernel cannot work on.
+    Kernel(KernelError),
+    /// A tensor that a kernel cannot work on.
+    KernelTensor(String),
+    /// Another thread is using this object.
+    Busy(&'static str),
     /// Rust code panicked: a fault of shardcore, never of the caller.
     Panic(String),
 }
@@ -48,6 +55,12 @@ impl From<StorageError> for CoreError {
     }
 }
 
+impl From<KernelError> for CoreError {
+    fn from(error: KernelError) -> Self {
+        Self::Kernel(error)
+    }
+}
+
 impl From<CoreError> for PyErr {
     fn from(error: CoreError) -> Self {
         match error {
@@ -57,8 +70,12 @@ impl From<CoreError> for PyErr {
             }
             CoreError::Link(error) => classes::RankMismatchError::new_err(error.to_string()),
             CoreError::Storage(error) => storage_error(&error),
-            CoreError::Config(message) => classes::ConfigError::new_err(message),
+            CoreError::Config(message) | CoreError::KernelTensor(message) => classes::ConfigError::new_err(message),
             CoreError::Tensor(message) => classes::StorageError::new_err(message),
+            CoreError::Kernel(error) => classes::ConfigError::new_err(error.to_string()),
+            CoreError::Busy(what) => classes::StateError::new_err(format!(
+                "{what} is in use by another thread; let one call end before the next begins"
+            )),
             CoreError::Panic(message) => classes::ShardcoreError::new_err(format!(
                 "internal error in shardcore._core: {message}; this is a fault of shardcore, please report it"
             )),

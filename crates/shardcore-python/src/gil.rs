@@ -16,7 +16,8 @@ where
     E: Into<CoreError> + Send,
 {
     // AssertUnwindSafe: `work` sees frozen plans, and engines whose locks hold no state that a panic could leave half
-    // changed.
+    // changed; and the numbers of tensors, of which a panic may leave some updated and some not: the message says that
+    // the library is at fault.
     let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
     py.check_signals()?;
     match outcome {

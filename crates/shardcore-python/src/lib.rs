@@ -8,6 +8,8 @@ mod error;
 mod gil;
 mod host_memory;
 mod io;
+mod kernel_tensor;
+mod kernels;
 mod link;
 mod plan;
 mod prefetch;
@@ -21,6 +23,8 @@ mod _core {
     use crate::host_memory::PyHostMemory;
     #[pymodule_export]
     use crate::io::{PyIoEngine, PyIoHandle, PySwapFile};
+    #[pymodule_export]
+    use crate::kernels::{PyRule, PyStepTable, convert, sums_of_squares};
     #[pymodule_export]
     use crate::link::PyHostLink;
     #[pymodule_export]

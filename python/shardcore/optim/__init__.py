@@ -1,10 +1,18 @@
 """Optimizers over sharded parameters, loss scaling and learning-rate schedules."""
 
+from shardcore.optim.cpu import CPUOptimizer, cpu_norm
+from shardcore.optim.cpu_rules import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 from shardcore.optim.sharded import ShardedOptimizer, optimizer
 
 __all__ = [
+    "CPUSGD",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPUAdamW",
+    "CPULion",
+    "CPUOptimizer",
     "ConstantScale",
     "DynamicScale",
     "LRRangeTest",
@@ -14,5 +22,6 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "build_scheduler",
+    "cpu_norm",
     "optimizer",
 ]
