@@ -468,3 +468,12 @@ def test_double_backward_for_inputs_is_refused_where_parameters_are_released() -
     x = rows(0, 0, 4, 7).requires_grad_()
     with pytest.raises(StateError, match="double backward"):
         torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
+
+
+@all_stages
+@spmd(world=1)
+def test_a_copy_of_a_sharded_model_is_refused(stage: int) -> None:
+    model = sc.shard(nn.Linear(3, 2), stage=stage)
+    for copying in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(StateError, match=r"copy the model before shardcore\.shard"):
+            copying(model)

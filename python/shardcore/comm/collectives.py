@@ -11,6 +11,7 @@ broadcast per shard gathers without staging copies. Ranks on one machine do the 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -49,6 +50,15 @@ class Handle:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+    def is_complete(self, within_s: float = 0.0) -> bool:
+        """Whether :meth:`wait` would return at once, now or ``within_s`` seconds from now."""
+        deadline = time.monotonic() + within_s
+        while not all(work.is_completed() for work in self._works):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
 
 
 DONE = Handle((), None)

@@ -202,7 +202,19 @@ def _announce(config: Config, mesh: Mesh) -> None:
         _log.setLevel(config.logging.level.upper())
     if mesh.rank != 0:
         return
+    _show_log()
     for note in config.notes:
         _log.info("%s", note)
     if config.logging.dump_state:
         _log.info("%s", config.explain())
+
+
+def _show_log() -> None:
+    """Notes and progress lines are meant to be read: where the program has not set up logging, they go to stderr."""
+    if _log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] shardcore: %(message)s", "%H:%M:%S"))
+    _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)

@@ -210,8 +210,9 @@ class Engine(Queries, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
+                hint = _CHECKPOINT_HINT if "checkpoint" in name or name.startswith("save_") else ""
                 raise AttributeError(
-                    f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}"
+                    f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}{hint}"
                 ) from None
             return getattr(module, name)
 
@@ -259,6 +260,12 @@ class Engine(Queries, nn.Module):
                 "step=%d skipped=%d lr=%s mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
             )
             self._times.report(_log, every)
+
+
+_CHECKPOINT_HINT = (
+    "; checkpoints of sharded state are not available yet: shardcore.state_dict(engine.module) gives the whole weights "
+    "on rank 0 (every rank calls it)"
+)
 
 
 def _describe(value: object) -> str:

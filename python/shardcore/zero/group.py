@@ -156,6 +156,11 @@ class ShardGroup:
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
 
+    def reshard_if_here(self, within_s: float) -> None:
+        """As :meth:`reshard`, but a gather that is not complete within this time stays under way."""
+        if self._handle is None or self._handle.is_complete(within_s):
+            self.reshard()
+
     def publish(self) -> None:
         """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits
         for.

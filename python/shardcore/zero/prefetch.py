@@ -6,16 +6,19 @@ a plan, and what departs from it is gathered on demand (:mod:`shardcore.plan`, `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardcore import plan
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, RankMismatchError
 
 if TYPE_CHECKING:
     from shardcore.zero.group import ShardGroup
 
+_PATIENCE_S = 1.0
 Phase = Literal["forward", "backward"]
 
 
@@ -90,10 +93,14 @@ class Prefetcher:
             self._release(self.coordinator.end())
 
     def fail(self) -> None:
-        """A forward has raised. What is under way is not waited for, since other ranks may never join it: the next
-        step, or :meth:`reset`, sees to it.
+        """A forward has raised: what is there is released. What stays under way is left to the next step, or to
+        :meth:`reset`, since other ranks may never join it.
         """
         self._has_failed = True
+        deadline = time.monotonic() + _PATIENCE_S
+        with suppress(RankMismatchError):  # what the forward raised says more
+            for group in self._groups:
+                group.reshard_if_here(deadline - time.monotonic())
 
     def reset(self) -> None:
         """The step has failed: everything is released, and its order is forgotten."""

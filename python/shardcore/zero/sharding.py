@@ -106,7 +106,15 @@ def shard(
     install_state_dict_hooks(root)
     # Loops that clear gradients through the module must clear the sharded ones too.
     object.__setattr__(module, "zero_grad", root.clear_gradients)
+    object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
+
+
+def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
+    raise StateError(
+        "a sharded model cannot be copied (copy.deepcopy, AveragedModel, ...): copy the model before shardcore.shard, "
+        "or load shardcore.state_dict(model) into another model of its class"
+    )
 
 
 def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
