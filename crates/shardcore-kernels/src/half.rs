@@ -26,7 +26,8 @@ pub fn f32_to_bf16(value: f32) -> u16 {
 
 /// One of the two bf16 around `value`, the nearer one with the higher probability, so that the mean is `value`.
 ///
-/// `random` holds 16 uniform bits: below `random / 2^16` of the gap the lower neighbour (in magnitude) is taken.
+/// `random` is below 2^16, each number as likely. It is added to the bits that are cut off, and carries into those that
+/// stay as often as the value's share of the gap says.
 #[inline(always)]
 #[must_use]
 pub fn f32_to_bf16_stochastic(value: f32, random: u32) -> u16 {

@@ -56,7 +56,7 @@ fn noise(numel: usize, seed: u32) -> Vec<f32> {
 }
 
 fn tensors(formats: Formats) -> Vec<Memory> {
-    let numels = [0, 1, 300_001, 5, 128, 77_777, 64, 40_000].into_iter().chain((0..50).map(|n| n * 37));
+    let numels = [0, 1, 100_001, 5, 128, 33_333, 64, 40_000].into_iter().chain((0..50).map(|n| n * 37));
     numels
         .enumerate()
         .map(|(index, numel)| {
