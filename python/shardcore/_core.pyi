@@ -3,22 +3,127 @@ The Rust core of shardcore. Import its names from the rooms, such as ``shardcore
 """
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, final
 
-from _typeshed import Incomplete, SupportsGetItem
+from _typeshed import SupportsGetItem
+from torch import Tensor
 
 __all__ = [
+    "CPURule",
+    "CPUStepTable",
     "HostLink",
+    "HostMemory",
+    "IoEngine",
+    "IoHandle",
     "PrefetchCoordinator",
     "PrefetchPlan",
     "ShardLayout",
     "ShardPlan",
+    "SwapFile",
+    "convert",
     "first_difference",
     "groups",
     "plan_shards",
     "prefetch",
     "shard_layout",
+    "sums_of_squares",
 ]
+
+@final
+class CPURule:
+    """
+    An update rule with its hyperparameters. Raises ``ConfigError`` for one that is out of range.
+    """
+    def __repr__(self, /) -> str: ...
+    @staticmethod
+    def adagrad(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        lr_decay: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        eps: SupportsFloat | SupportsIndex,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Adagrad.
+        """
+    @staticmethod
+    def adam(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex],
+        eps: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        decoupled: bool,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Adam; ``decoupled`` weight decay acts on the parameter (``AdamW``), else it is added to the gradient.
+        """
+    @staticmethod
+    def lion(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex],
+        weight_decay: SupportsFloat | SupportsIndex,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Lion, with decoupled weight decay.
+        """
+    @staticmethod
+    def sgd(
+        *,
+        lr: SupportsFloat | SupportsIndex,
+        momentum: SupportsFloat | SupportsIndex,
+        dampening: SupportsFloat | SupportsIndex,
+        weight_decay: SupportsFloat | SupportsIndex,
+        nesterov: bool,
+        maximize: bool = False,
+    ) -> CPURule:
+        """
+        Gradient descent; ``momentum=0`` keeps no state.
+        """
+
+@final
+class CPUStepTable:
+    """
+    Tensors that are stepped together, with their memory looked up once and checked again at each step.
+
+    ``rows`` are ``(number, group, step, param, low, first, second, copy)``: the parameter's number (the key of
+    stochastic rounding), the index of its rule, a tensor of one fp32 that counts its steps, the fp32 parameter (or a
+    bf16 one and its int16 remainders ``low``), its states in fp32 or bf16, and a bf16 or fp16 tensor that receives a
+    copy. All are contiguous CPU tensors of equal length that share no memory.
+
+    Raises ``ConfigError`` for any other tensor.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(
+        cls,
+        /,
+        rows: SupportsGetItem[
+            int, tuple[SupportsIndex, SupportsIndex, Any, Any, Any | None, Any | None, Any | None, Any | None]
+        ],
+    ) -> CPUStepTable: ...
+    def step(
+        self,
+        /,
+        grads: SupportsGetItem[int, Any | None],
+        rules: SupportsGetItem[int, CPURule],
+        *,
+        seeds: SupportsGetItem[int, SupportsIndex],
+        grad_scale: SupportsFloat | SupportsIndex = 1.0,
+        num_threads: SupportsIndex = 1,
+    ) -> None:
+        """
+        Makes one step of every tensor that has a gradient, in one pass over each.
+
+        ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group.
+        Gradients are multiplied by ``grad_scale`` first. ``seeds``, one for each group, are those of stochastic
+        rounding. The result does not depend on ``num_threads``.
+        """
 
 @final
 class HostLink:
@@ -52,8 +157,8 @@ class HostLink:
         self,
         /,
         tag: SupportsIndex,
-        source: Incomplete,
-        pulls: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, Incomplete]],
+        source: Tensor,
+        pulls: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, Tensor]],
     ) -> int:
         """
         Starts an exchange and returns its number.
@@ -67,6 +172,151 @@ class HostLink:
         Waits until all ranks have what they need from the exchange; False if that takes longer than ``timeout_s``.
 
         Raises ``RankMismatchError`` if a rank runs another exchange, or its process has ended.
+        """
+
+@final
+class HostMemory:
+    """
+    Page-aligned host memory of exactly ``nbytes``, zeroed and committed, behind ``shardcore.offload.HostPool``.
+
+    It is a writable Python buffer. ``take`` hands it out from start to end. With ``huge_pages`` it is aligned to
+    them and the kernel is asked for them; with ``lock`` it is never swapped out.
+
+    Raises ``StorageError`` with the arithmetic when the machine, a container or ``ulimit -l`` has less.
+    """
+    def __new__(cls, /, nbytes: SupportsIndex, *, huge_pages: bool = True, lock: bool = False) -> HostMemory: ...
+    @property
+    def address(self, /) -> int:
+        """
+        Address of the first byte.
+        """
+    @property
+    def committed_nbytes(self, /) -> int:
+        """
+        Bytes taken from the machine: ``nbytes`` in whole pages.
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes that ``take`` hands out.
+        """
+    def on_release(self, /, callback: Any) -> None:
+        """
+        Calls ``callback()`` just before the memory is given back.
+        """
+    @staticmethod
+    def required(pieces: SupportsGetItem[int, SupportsIndex]) -> int:
+        """
+        Bytes of a memory from which pieces of these sizes can be taken in this order.
+        """
+    def take(self, /, nbytes: SupportsIndex) -> int:
+        """
+        Hands out the next ``nbytes`` and says where they start; pieces start at multiples of 512.
+
+        Raises ``StorageError`` with the arithmetic when fewer are left.
+        """
+    @property
+    def taken_nbytes(self, /) -> int:
+        """
+        Bytes handed out, with the gaps between pieces.
+        """
+
+@final
+class IoEngine:
+    """
+    Reads and writes tensors, many at a time, while Python goes on. Any size, any offset, any dtype; any thread may
+    submit.
+
+    ``queue_depth`` transfers of up to ``block_nbytes`` are under way at once. ``backend`` is ``"io_uring"``,
+    ``"threads"`` or ``"auto"`` (``io_uring`` where the kernel allows it). ``direct`` says whether bytes go past the
+    page cache (``O_DIRECT``): ``"auto"`` where the file system allows it, ``"on"`` (an error where it does not) or
+    ``"off"``.
+
+    Requests on the same bytes of a file take effect in the order of their submission. A finished write is seen by
+    every reader; it survives a power failure only after an ``fsync``. A context manager: leaving it closes the
+    engine. An engine belongs to the process that made it; after a fork, make another.
+
+    Raises ``ConfigError`` for a setting out of range, and ``StorageError`` if ``"io_uring"`` is refused.
+    """
+    def __enter__(self, /) -> IoEngine: ...
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any, /) -> None:
+        """
+        Closes the engine. An error that is under way already is not replaced by another; it gets a note.
+        """
+    def __new__(
+        cls,
+        /,
+        *,
+        queue_depth: SupportsIndex = 32,
+        block_nbytes: SupportsIndex = 1048576,
+        backend: str = "auto",
+        direct: str = "auto",
+    ) -> IoEngine: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def backend(self, /) -> str:
+        """
+        What carries transfers out: ``"io_uring"`` or ``"threads"``.
+        """
+    @property
+    def block_nbytes(self, /) -> int:
+        """
+        Bytes of a transfer at most.
+        """
+    def close(self, /) -> None:
+        """
+        Waits for all requests and ends the engine; a second call does nothing.
+
+        Raises the error of a request that failed and for which nobody waited.
+        """
+    @property
+    def direct(self, /) -> str:
+        """
+        Whether bytes go past the page cache: ``"auto"``, ``"on"`` or ``"off"``, as given.
+        """
+    @property
+    def queue_depth(self, /) -> int:
+        """
+        Transfers under way at once.
+        """
+    def read(self, /, path: str | PathLike[str] | SwapFile, tensor: Tensor, offset: SupportsIndex = 0) -> IoHandle:
+        """
+        Starts to read the tensor's bytes from ``offset`` (bytes) of a file, which must have them all.
+
+        As for ``write``; until the handle is done, the tensor's values are undefined.
+        """
+    def register(self, /, memory: HostMemory) -> bool:
+        """
+        Lets the kernel look the memory up and pin it once, instead of at each transfer; the engine keeps it until
+        ``close``.
+
+        Returns whether the kernel did. It may refuse (``ulimit -l``); transfers work all the same.
+        """
+    def write(self, /, path: str | PathLike[str] | SwapFile, tensor: Tensor, offset: SupportsIndex = 0) -> IoHandle:
+        """
+        Starts to write the tensor's bytes at ``offset`` (bytes) of a file, which is made if missing and never cut.
+
+        The tensor is contiguous and on the CPU. Until the handle is done, do not change it, and do not resize its
+        storage; dropping it is fine. Raises ``StorageError`` for a tensor or an offset that cannot be; what goes wrong
+        with the file is raised by ``Handle.wait``, or by ``close`` if nobody waits.
+        """
+
+@final
+class IoHandle:
+    """
+    A request under way. Dropping it neither cancels nor waits: the engine finishes the request.
+    """
+    def __repr__(self, /) -> str: ...
+    def done(self, /) -> bool:
+        """
+        Whether the request has ended, well or badly.
+        """
+    def wait(self, /) -> None:
+        """
+        Waits for the end of the request; other Python threads go on, and Ctrl-C is honoured.
+
+        Raises ``StorageError`` with ``filename``, ``offset`` and ``errno`` if it failed. A later call does the same
+        again.
         """
 
 @final
@@ -412,6 +662,53 @@ class ShardPlan:
         Names of the units, in order.
         """
 
+@final
+class SwapFile:
+    """
+    A file of fixed size that has its space from the start, for data which only this process needs.
+
+    ``folders`` are made if missing; with several, stripes of ``stripe_nbytes`` (whole pages) alternate between
+    them. The file has no name, so nothing is left behind however the process ends; what a process left that was
+    killed while making one is removed, and named in ``swept``. Pass it to ``IoEngine.write`` and ``read`` in place
+    of a path.
+
+    Raises ``StorageError``, with the arithmetic if a disk is too small.
+    """
+    def __new__(
+        cls,
+        /,
+        engine: IoEngine,
+        folders: SupportsGetItem[int, str | PathLike[str]],
+        nbytes: SupportsIndex,
+        *,
+        stripe_nbytes: SupportsIndex = 1048576,
+    ) -> SwapFile: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes of the file.
+        """
+    @property
+    def swept(self, /) -> list[Path]:
+        """
+        Files of killed processes that were found in the folders and removed.
+        """
+
+def convert(
+    sources: SupportsGetItem[int, Any],
+    targets: SupportsGetItem[int, Any],
+    *,
+    scale: SupportsFloat | SupportsIndex = 1.0,
+    num_threads: SupportsIndex = 1,
+) -> None:
+    """
+    Copies each source, times ``scale``, into its target of any other float type, rounded to nearest.
+
+    Sources and targets are fp32, bf16 or fp16 tensors on the CPU, pairwise of equal length; targets are contiguous and
+    share no memory with anything here.
+    """
+
 def first_difference(first: str, second: str) -> str | None:
     """
     Names the first difference between two documents that ``to_json`` wrote; ``None`` when they are equal.
@@ -504,4 +801,11 @@ def shard_layout(
     is a power of two of at least 16.
 
     Raises ``PlanError`` for mixed dtypes or trainabilities (use ``groups``), duplicate names and numbers out of range.
+    """
+
+def sums_of_squares(tensors: SupportsGetItem[int, Any], *, num_threads: SupportsIndex = 1) -> list[float]:
+    """
+    The sum of squares of each tensor (fp32, bf16 or fp16, on the CPU), in fp64.
+
+    Does not depend on ``num_threads``. It is inf or NaN exactly where an element of the tensor is.
     """
