@@ -33,7 +33,7 @@ class HostMemory:
 
     Raises ``StorageError`` with the arithmetic when the machine, a container or ``ulimit -l`` has less.
     """
-    def __new__(cls, /, nbytes: SupportsIndex, *, huge_pages: bool = False, lock: bool = False) -> HostMemory: ...
+    def __new__(cls, /, nbytes: SupportsIndex, *, huge_pages: bool = True, lock: bool = False) -> HostMemory: ...
     @property
     def address(self, /) -> int:
         """
