@@ -30,7 +30,8 @@ def test_a_full_disk_is_an_error_and_room_makes_it_work_again(kind: str, direct:
                 engine.write(disk / "file", large).wait()
             assert raised.value.errno == errno.ENOSPC
             assert raised.value.filename == str(disk / "file")
-            assert 0 < raised.value.offset < large.numel()
+            # Blocks are written side by side, so any of them may be the one that found no room.
+            assert 0 <= raised.value.offset < large.numel()
             (disk / "file").unlink()
             engine.write(disk / "file", small).wait()
             assert (disk / "file").read_bytes() == small.numpy().tobytes()
