@@ -18,6 +18,7 @@
 pub mod bucket;
 pub mod groups;
 pub mod layout;
+pub mod schedule;
 pub mod shard_plan;
 
 mod diff;

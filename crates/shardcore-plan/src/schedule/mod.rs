@@ -1,0 +1,18 @@
+//! Pipeline schedules as plans: what each rank of a pipeline computes, sends and receives, and in which order.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`action`] | one thing a rank does: a forward of a stage for a micro-batch, a send, an optimizer step |
+//! | [`placement`] | which rank holds which stage, and which way micro-batches flow |
+//! | [`program`] | the actions of all ranks, and the header that says what they are for |
+//! | [`costs`] | what an action takes and what it holds, in the caller's units |
+
+pub mod action;
+pub mod costs;
+pub mod placement;
+pub mod program;
+
+pub use action::{Action, ActionKind};
+pub use costs::Costs;
+pub use placement::Placement;
+pub use program::{CommModel, Gating, Header, Schedule};
