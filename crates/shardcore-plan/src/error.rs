@@ -51,6 +51,30 @@ pub enum PlanError {
     #[error("no parameter named {name:?} in this layout of {num_params} parameters")]
     UnknownParameter { name: String, num_params: usize },
 
+    #[error("rank {rank} is out of range: the schedule has {num_ranks} ranks (0 to {})", num_ranks - 1)]
+    NoSuchRank { rank: i128, num_ranks: u32 },
+
+    #[error("bad placement of stages: {reason}")]
+    BadPlacement { reason: String },
+
+    #[error("unknown {what} {name:?}: expected one of {known}")]
+    UnknownName { what: &'static str, name: String, known: String },
+
+    #[error("schedule name {name:?}: expected 1 to 100 letters, digits, '.', '_' or '-'")]
+    BadScheduleName { name: String },
+
+    #[error("{got} programs for {num_ranks} ranks: a schedule has exactly one program a rank")]
+    NumPrograms { got: usize, num_ranks: u32 },
+
+    #[error("rank {rank}, position {position}, {action}: {reason}")]
+    BadAction { rank: usize, position: usize, action: String, reason: String },
+
+    #[error("bad cost {what}: expected {expected}")]
+    BadCost { what: String, expected: String },
+
+    #[error("not a schedule: line {line}, column {column}: {reason}")]
+    BadScheduleText { line: usize, column: usize, reason: String },
+
     #[error("not a plan document: {reason}")]
     BadDocument { reason: String },
 }
@@ -79,6 +103,41 @@ impl PlanError {
     #[must_use]
     pub fn numel(value: impl Into<i128>) -> Self {
         Self::OutOfRange { what: "numel", value: value.into(), expected: "0 to 2^63 - 1 elements" }
+    }
+
+    /// A number of ranks below 1.
+    #[must_use]
+    pub fn num_ranks(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_ranks", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of micro-batches below 1.
+    #[must_use]
+    pub fn num_microbatches(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_microbatches", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of chunks per rank below 1.
+    #[must_use]
+    pub fn num_chunks(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_chunks", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of sequence slices below 1.
+    #[must_use]
+    pub fn num_slices(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_slices", value: value.into(), expected: "at least 1" }
+    }
+
+    /// No stages, or more than any pipeline has.
+    #[must_use]
+    pub fn num_stages(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "number of stages", value: value.into(), expected: "1 to 2^24" }
+    }
+
+    /// A name that is none of the known ones.
+    pub(crate) fn unknown_name<const N: usize>(what: &'static str, name: &str, known: [&str; N]) -> Self {
+        Self::UnknownName { what, name: name.to_owned(), known: known.join(", ") }
     }
 
     /// The same error, with the name of the parameter in front.

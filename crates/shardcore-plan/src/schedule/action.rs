@@ -1,5 +1,7 @@
 //! One thing a rank does.
 
+use std::fmt;
+
 /// What an action does. The order is that of a table: compute, communication, then what the sharding needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
@@ -32,6 +34,87 @@ pub enum ActionKind {
     Optimizer,
 }
 
+impl ActionKind {
+    /// Every kind, in the order of the table.
+    pub const ALL: [Self; 13] = [
+        Self::Forward,
+        Self::Backward,
+        Self::InputGrad,
+        Self::WeightGrad,
+        Self::SendForward,
+        Self::RecvForward,
+        Self::SendBackward,
+        Self::RecvBackward,
+        Self::Unshard,
+        Self::Reshard,
+        Self::Reduce,
+        Self::TiedReduce,
+        Self::Optimizer,
+    ];
+
+    /// The name in text: `F`, `SEND_F`, `OPTIM`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "F",
+            Self::Backward => "B",
+            Self::InputGrad => "I",
+            Self::WeightGrad => "W",
+            Self::SendForward => "SEND_F",
+            Self::RecvForward => "RECV_F",
+            Self::SendBackward => "SEND_B",
+            Self::RecvBackward => "RECV_B",
+            Self::Unshard => "UNSHARD",
+            Self::Reshard => "RESHARD",
+            Self::Reduce => "REDUCE",
+            Self::TiedReduce => "TIED_REDUCE",
+            Self::Optimizer => "OPTIM",
+        }
+    }
+
+    /// The kind of that name, written exactly so.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// Forward, backward or a part of it.
+    #[must_use]
+    pub fn is_compute(self) -> bool {
+        matches!(self, Self::Forward | Self::Backward | Self::InputGrad | Self::WeightGrad)
+    }
+
+    /// Sends something to another rank of the pipeline.
+    #[must_use]
+    pub fn is_send(self) -> bool {
+        matches!(self, Self::SendForward | Self::SendBackward)
+    }
+
+    /// Receives something from another rank of the pipeline.
+    #[must_use]
+    pub fn is_recv(self) -> bool {
+        matches!(self, Self::RecvForward | Self::RecvBackward)
+    }
+
+    /// Whether the action is for one micro-batch: compute, sends and receives.
+    #[must_use]
+    pub fn has_microbatch(self) -> bool {
+        self <= Self::RecvBackward
+    }
+
+    /// Whether the action may carry a receive slot: receives fill one, compute reads it.
+    #[must_use]
+    pub fn has_slot(self) -> bool {
+        self.is_recv() || matches!(self, Self::Forward | Self::Backward | Self::InputGrad)
+    }
+}
+
+impl fmt::Display for ActionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// One thing a rank does: what, with which stage, for which micro-batch.
 ///
 /// 12 bytes, because a plan for thousands of ranks holds tens of millions of them.
@@ -41,10 +124,72 @@ pub struct Action {
     pub kind: ActionKind,
     /// Runs as one composite with the action behind it (an overlapped forward and backward).
     pub with_next: bool,
-    /// The receive slot that this action fills or reads, on lowered programs; 0 elsewhere.
+    /// The receive slot that this action fills (a receive) or reads (`F` its input, `B` and `I` the gradient of their
+    /// output), on lowered programs; 0 elsewhere. Slots are counted apart for each stage and direction.
     pub slot: u16,
     /// The stage, counted over all chains of the [`Placement`](super::Placement).
     pub stage: u32,
     /// The micro-batch (with sequence slices: `microbatch * num_slices + slice`); 0 where the kind has none.
     pub microbatch: u32,
+}
+
+const _: () = assert!(size_of::<Action>() == 12);
+
+impl Action {
+    /// An action on its own, in slot 0.
+    #[must_use]
+    pub const fn new(kind: ActionKind, stage: u32, microbatch: u32) -> Self {
+        Self { kind, with_next: false, slot: 0, stage, microbatch }
+    }
+
+    /// Forward of `stage` for `microbatch`.
+    #[must_use]
+    pub const fn forward(stage: u32, microbatch: u32) -> Self {
+        Self::new(ActionKind::Forward, stage, microbatch)
+    }
+
+    /// The whole backward of `stage` for `microbatch`.
+    #[must_use]
+    pub const fn backward(stage: u32, microbatch: u32) -> Self {
+        Self::new(ActionKind::Backward, stage, microbatch)
+    }
+
+    /// The input gradient of `stage` for `microbatch`.
+    #[must_use]
+    pub const fn input_grad(stage: u32, microbatch: u32) -> Self {
+        Self::new(ActionKind::InputGrad, stage, microbatch)
+    }
+
+    /// The weight gradient of `stage` for `microbatch`.
+    #[must_use]
+    pub const fn weight_grad(stage: u32, microbatch: u32) -> Self {
+        Self::new(ActionKind::WeightGrad, stage, microbatch)
+    }
+
+    /// The same action, in one composite with the action behind it.
+    #[must_use]
+    pub const fn joined(self) -> Self {
+        Self { with_next: true, ..self }
+    }
+
+    /// The same action with a receive slot.
+    #[must_use]
+    pub const fn in_slot(self, slot: u16) -> Self {
+        Self { slot, ..self }
+    }
+}
+
+/// `2F0` is the forward of stage 2 for micro-batch 0; `0F3@1` uses receive slot 1; `4OPTIM` has no micro-batch;
+/// `0F3&` is joined with the action behind it, so that a composite reads `0F3&1B2`.
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.stage, self.kind)?;
+        if self.kind.has_microbatch() {
+            write!(f, "{}", self.microbatch)?;
+        }
+        if self.slot != 0 {
+            write!(f, "@{}", self.slot)?;
+        }
+        f.write_str(if self.with_next { "&" } else { "" })
+    }
 }

@@ -13,6 +13,6 @@ pub mod placement;
 pub mod program;
 
 pub use action::{Action, ActionKind};
-pub use costs::Costs;
+pub use costs::{Amount, CostSpec, Costs};
 pub use placement::Placement;
-pub use program::{CommModel, Gating, Header, Schedule};
+pub use program::{CommModel, Gating, Header, OptimizerStep, Schedule};
