@@ -63,6 +63,11 @@ pub enum PlanError {
     #[error("schedule name {name:?}: expected 1 to 100 letters, digits, '.', '_' or '-'")]
     BadScheduleName { name: String },
 
+    #[error(
+        "schedule {name} has {expected} chunks per rank, not {got}: leave num_chunks out, or choose a schedule with any number of chunks"
+    )]
+    ScheduleChunks { name: &'static str, expected: u32, got: u32 },
+
     #[error("{got} programs for {num_ranks} ranks: a schedule has exactly one program a rank")]
     NumPrograms { got: usize, num_ranks: u32 },
 

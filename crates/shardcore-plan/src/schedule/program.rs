@@ -131,7 +131,8 @@ impl Header {
         first..first + length
     }
 
-    fn check(&self) -> Result<()> {
+    /// Whether a schedule may have it.
+    pub(crate) fn check(&self) -> Result<()> {
         let allowed = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
         if self.name.is_empty() || self.name.len() > 100 || !self.name.chars().all(allowed) {
             return Err(PlanError::BadScheduleName { name: self.name.clone() });

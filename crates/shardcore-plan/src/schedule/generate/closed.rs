@@ -1,0 +1,174 @@
+//! Schedules whose order on a rank is a closed form of counts alone.
+//!
+//! All of them share one shape. A rank runs its forwards in one order and its backwards in another; it begins with
+//! `warmup` forwards, then takes one of each in turn until the forwards are used up, then the backwards that are left.
+//! With a split backward, the weight gradient of the k-th backward follows `lag` backwards later. The schedules differ
+//! in the two orders, in the warm-up and in the lag.
+
+use super::{ScheduleName, check_num_actions};
+use crate::error::{PlanError, Result};
+use crate::schedule::action::Action;
+use crate::schedule::program::{Header, Schedule};
+
+/// The order of every rank as a formula.
+#[derive(Clone, Debug)]
+pub struct ClosedForm {
+    name: ScheduleName,
+    header: Header,
+    /// Stages a rank.
+    num_chunks: u32,
+    /// Micro-batches that go through a chunk before the next chunk's turn.
+    group: u32,
+}
+
+impl ClosedForm {
+    /// The formula of a named schedule; `num_chunks` as in [`build`](super::build).
+    ///
+    /// # Errors
+    /// As [`build`](super::build).
+    pub fn new(name: ScheduleName, num_ranks: u32, num_microbatches: u32, num_chunks: Option<u32>) -> Result<Self> {
+        let group = if name == ScheduleName::LoopedBfs { num_microbatches } else { num_ranks };
+        Self::with_group(name, num_ranks, num_microbatches, num_chunks, group)
+    }
+
+    /// The same with another number of micro-batches in a group, which only `interleaved` and `interleaved-zb` have: a
+    /// larger group takes more memory and gives each hop more time.
+    ///
+    /// # Errors
+    /// As [`build`](super::build), and [`PlanError::OutOfRange`] for a group smaller than the number of ranks, whose
+    /// forwards would wait for each other.
+    pub fn with_group(
+        name: ScheduleName,
+        num_ranks: u32,
+        num_microbatches: u32,
+        num_chunks: Option<u32>,
+        group: u32,
+    ) -> Result<Self> {
+        let placement = name.placement(num_ranks, num_chunks)?;
+        if group < num_ranks && name != ScheduleName::LoopedBfs {
+            let (what, expected) = ("group of micro-batches", "at least num_ranks");
+            return Err(PlanError::OutOfRange { what, value: group.into(), expected });
+        }
+        let num_chunks_placed = placement.num_chunks();
+        let mut header = Header::new(name.name(), placement, num_microbatches);
+        if name == ScheduleName::SeqOneForwardOneBackward {
+            header.num_slices = name.resolve_chunks(num_chunks)?;
+        }
+        header.check()?;
+        check_num_actions(&header)?;
+        Ok(Self { name, header, num_chunks: num_chunks_placed, group })
+    }
+
+    /// The programs of all ranks.
+    ///
+    /// # Errors
+    /// None for a valid formula; those of [`Schedule::new`] are passed on.
+    pub fn build(&self) -> Result<Schedule> {
+        let programs = (0..self.num_ranks()).map(|rank| self.order(rank)).collect();
+        Schedule::new(self.header.clone(), programs)
+    }
+
+    /// The program of one rank.
+    ///
+    /// # Errors
+    /// [`PlanError::NoSuchRank`].
+    pub fn program(&self, rank: u32) -> Result<Vec<Action>> {
+        if rank >= self.num_ranks() {
+            return Err(PlanError::NoSuchRank { rank: rank.into(), num_ranks: self.num_ranks() });
+        }
+        Ok(self.order(rank))
+    }
+
+    fn num_ranks(&self) -> u32 {
+        self.header.placement.num_ranks()
+    }
+
+    /// Forwards of a rank in one step.
+    fn num_forwards(&self) -> u32 {
+        self.header.num_units() * self.num_chunks
+    }
+
+    /// Forwards of a rank before its first backward.
+    #[must_use]
+    pub fn warmup(&self, rank: u32) -> u32 {
+        let behind = self.num_ranks() - 1 - rank; // Ranks that follow.
+        let chunks_before = self.group.saturating_mul(self.num_chunks - 1);
+        let wanted = match self.name {
+            ScheduleName::Gpipe | ScheduleName::LoopedBfs => u32::MAX,
+            ScheduleName::OneForwardOneBackward | ScheduleName::ZbH1 => behind,
+            ScheduleName::EagerOneForwardOneBackward | ScheduleName::ZbH2 => 2 * behind,
+            ScheduleName::Interleaved => chunks_before.saturating_add(2 * behind),
+            ScheduleName::InterleavedZb => chunks_before.saturating_add(behind),
+            ScheduleName::SeqOneForwardOneBackward => behind + self.header.num_slices - 1,
+        };
+        wanted.min(self.num_forwards())
+    }
+
+    /// How many backwards later the weight gradient follows; `None` for a fused backward.
+    #[must_use]
+    pub fn lag(&self, rank: u32) -> Option<u32> {
+        match self.name {
+            ScheduleName::ZbH1 | ScheduleName::InterleavedZb => Some(rank),
+            ScheduleName::ZbH2 => Some(2 * rank),
+            _ => None,
+        }
+    }
+
+    fn order(&self, rank: u32) -> Vec<Action> {
+        let (total, warmup, lag) = (self.num_forwards(), self.warmup(rank), self.lag(rank));
+        let per_microbatch = if lag.is_some() { 3 } else { 2 };
+        let mut program = Vec::with_capacity(total as usize * per_microbatch);
+        let forward = |turn| self.forward(rank, turn);
+        let backward = |turn| self.backward(rank, turn);
+        program.extend((0..warmup).map(forward));
+        for turn in 0..total {
+            if turn < total - warmup {
+                program.push(forward(warmup + turn));
+            }
+            match lag {
+                None => program.push(backward(turn)),
+                Some(lag) => {
+                    program.push(input_grad(backward(turn)));
+                    program.extend(turn.checked_sub(lag).map(|turn| weight_grad(backward(turn))));
+                }
+            }
+        }
+        let left = lag.map_or(total, |lag| total.saturating_sub(lag));
+        program.extend((left..total).map(|turn| weight_grad(backward(turn))));
+        program
+    }
+
+    /// The forward in a rank's `turn`: group after group, chunk after chunk, micro-batch after micro-batch.
+    fn forward(&self, rank: u32, turn: u32) -> Action {
+        let (chunk, unit) = self.table(turn);
+        Action::forward(chunk * self.num_ranks() + rank, unit)
+    }
+
+    /// The backward in a rank's `turn`: the same with the chunks, and the slices of a sequence, in reverse.
+    fn backward(&self, rank: u32, turn: u32) -> Action {
+        let (chunk, unit) = self.table(turn);
+        let slice = unit % self.header.num_slices;
+        let unit = unit - slice + (self.header.num_slices - 1 - slice);
+        Action::backward((self.num_chunks - 1 - chunk) * self.num_ranks() + rank, unit)
+    }
+
+    /// Chunk and micro-batch in turn. The last group may be smaller.
+    fn table(&self, turn: u32) -> (u32, u32) {
+        if self.num_chunks == 1 {
+            return (0, turn);
+        }
+        let group = self.group.min(self.header.num_microbatches);
+        let turns_a_group = group * self.num_chunks;
+        let (first, turn) = (turn / turns_a_group * group, turn % turns_a_group);
+        let members = group.min(self.header.num_microbatches - first);
+        (turn / members, first + turn % members)
+    }
+}
+
+fn input_grad(backward: Action) -> Action {
+    Action::input_grad(backward.stage, backward.microbatch)
+}
+
+fn weight_grad(backward: Action) -> Action {
+    Action::weight_grad(backward.stage, backward.microbatch)
+}

@@ -1,0 +1,175 @@
+//! Named schedules for any number of micro-batches.
+//!
+//! | module | schedules |
+//! |---|---|
+//! | [`closed`] | those whose order on a rank is a closed form: one rank's program needs no other |
+//! | [`evaluation`] | forward-only programs for every placement |
+
+pub mod closed;
+pub mod evaluation;
+
+use super::action::Action;
+use super::costs::CostSpec;
+use super::placement::Placement;
+use super::program::{Header, Schedule};
+use crate::error::{PlanError, Result};
+use closed::ClosedForm;
+
+/// The named schedules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ScheduleName {
+    /// All forwards, then all backwards (Huang et al., "`GPipe`", 2019, section 2.3).
+    Gpipe,
+    /// One forward, one backward (Narayanan et al., "`PipeDream`", 2019, section 3.2; flushed as in Narayanan et al.,
+    /// "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.1).
+    OneForwardOneBackward,
+    /// 1F1B with twice the warm-up, which hides the latency of a hop (Zhuang et al., "On Optimizing the Communication
+    /// of Model Parallelism", 2023, section 4).
+    EagerOneForwardOneBackward,
+    /// Several chunks a rank (Narayanan et al., 2021, section 2.2.2).
+    Interleaved,
+    /// Several chunks a rank, all micro-batches through a chunk before the next (Lamy-Poirier, "Breadth-First Pipeline
+    /// Parallelism", 2023, section 4).
+    LoopedBfs,
+    /// Split backward in the memory of 1F1B (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2.1).
+    ZbH1,
+    /// Split backward in twice the memory (Qi et al., 2024, section 2.2).
+    ZbH2,
+    /// Several chunks a rank and a split backward.
+    InterleavedZb,
+    /// 1F1B over slices of the sequence (Sun et al., "`Seq1F1B`", 2024, section 3).
+    SeqOneForwardOneBackward,
+}
+
+impl ScheduleName {
+    /// Every name.
+    pub const ALL: [Self; 9] = [
+        Self::Gpipe,
+        Self::OneForwardOneBackward,
+        Self::EagerOneForwardOneBackward,
+        Self::Interleaved,
+        Self::LoopedBfs,
+        Self::ZbH1,
+        Self::ZbH2,
+        Self::InterleavedZb,
+        Self::SeqOneForwardOneBackward,
+    ];
+
+    /// The name in text: `1f1b`, `zb-h1`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gpipe => "gpipe",
+            Self::OneForwardOneBackward => "1f1b",
+            Self::EagerOneForwardOneBackward => "eager-1f1b",
+            Self::Interleaved => "interleaved",
+            Self::LoopedBfs => "looped-bfs",
+            Self::ZbH1 => "zb-h1",
+            Self::ZbH2 => "zb-h2",
+            Self::InterleavedZb => "interleaved-zb",
+            Self::SeqOneForwardOneBackward => "seq-1f1b",
+        }
+    }
+
+    /// The schedule of that name, written exactly so.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`].
+    pub fn from_name(name: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|schedule| schedule.name() == name);
+        found.ok_or_else(|| PlanError::unknown_name("pipeline schedule", name, Self::ALL.map(Self::name)))
+    }
+
+    /// Into how many chunks a rank's work on a micro-batch may be cut: exactly that many, or any number, by default 2.
+    #[must_use]
+    pub fn num_chunks(self) -> ChunkCount {
+        match self {
+            Self::Interleaved | Self::LoopedBfs | Self::InterleavedZb | Self::SeqOneForwardOneBackward => {
+                ChunkCount::Any
+            }
+            _ => ChunkCount::Exactly(1),
+        }
+    }
+
+    /// The placement of this schedule's stages.
+    ///
+    /// # Errors
+    /// [`PlanError::OutOfRange`] for a number of ranks or chunks that it cannot have.
+    pub fn placement(self, num_ranks: u32, num_chunks: Option<u32>) -> Result<Placement> {
+        let num_chunks = self.resolve_chunks(num_chunks)?;
+        match self {
+            Self::SeqOneForwardOneBackward => Placement::looped(num_ranks, 1),
+            _ => Placement::looped(num_ranks, num_chunks),
+        }
+    }
+
+    /// The number of chunks asked for, or the default.
+    fn resolve_chunks(self, num_chunks: Option<u32>) -> Result<u32> {
+        match (self.num_chunks(), num_chunks) {
+            (_, Some(0)) => Err(PlanError::num_chunks(0)),
+            (ChunkCount::Any, asked) => Ok(asked.unwrap_or(2)),
+            (ChunkCount::Exactly(count), asked) if asked.is_none_or(|asked| asked == count) => Ok(count),
+            (ChunkCount::Exactly(expected), Some(got)) => {
+                Err(PlanError::ScheduleChunks { name: self.name(), expected, got })
+            }
+            (ChunkCount::Exactly(count), None) => Ok(count),
+        }
+    }
+}
+
+/// How many chunks a schedule allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ChunkCount {
+    /// This number only.
+    Exactly(u32),
+    /// Any number of at least 1.
+    Any,
+}
+
+/// Builds a named schedule.
+///
+/// `num_chunks` says into how many chunks a rank's work on a micro-batch is cut: by layers into stages, for `seq-1f1b`
+/// by the sequence into slices. `None` is the schedule's default. `costs` guide those schedules that adapt to them.
+///
+/// # Errors
+/// [`PlanError::OutOfRange`] and [`PlanError::ScheduleChunks`] for counts that the schedule cannot have;
+/// [`PlanError::BadCost`] for costs that do not fit it.
+pub fn build(
+    name: ScheduleName,
+    num_ranks: u32,
+    num_microbatches: u32,
+    num_chunks: Option<u32>,
+    costs: Option<&CostSpec>,
+) -> Result<Schedule> {
+    let _ = costs; // The order of the closed forms depends on counts alone.
+    ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.build()
+}
+
+/// The program of one rank of a named schedule, without those of the others where its order is a closed form.
+///
+/// # Errors
+/// As [`build`], and [`PlanError::NoSuchRank`].
+pub fn rank_program(
+    name: ScheduleName,
+    num_ranks: u32,
+    num_microbatches: u32,
+    num_chunks: Option<u32>,
+    costs: Option<&CostSpec>,
+    rank: u32,
+) -> Result<Vec<Action>> {
+    let _ = costs;
+    ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.program(rank)
+}
+
+/// Refuses what no memory holds, before it is tried.
+fn check_num_actions(header: &Header) -> Result<()> {
+    let value = u64::from(header.num_units()) * u64::from(header.placement.num_stages());
+    if value > MAX_FORWARDS {
+        let (what, expected) = ("num_microbatches * number of stages", "at most 2^28");
+        return Err(PlanError::OutOfRange { what, value: value.into(), expected });
+    }
+    Ok(())
+}
+
+/// The most forwards in a step: 64 times those of 1,024 ranks with 4,096 micro-batches.
+const MAX_FORWARDS: u64 = 1 << 28;
