@@ -4,6 +4,11 @@
 //! `warmup` forwards, then takes one of each in turn until the forwards are used up, then the backwards that are left.
 //! With a split backward, the weight gradient of the k-th backward follows `lag` backwards later. The schedules differ
 //! in the two orders, in the warm-up and in the lag.
+//!
+//! With several chunks, micro-batches take their turns in groups. A last group that is not full is padded in the order
+//! and its padding left out of the program: what is left of an order without cycles has none, and holds no more. A
+//! short group in its place would close a cycle, since its micro-batches would need their next chunk before the ranks
+//! between have done the backwards that come first.
 
 use super::{ScheduleName, check_num_actions};
 use crate::error::{PlanError, Result};
@@ -49,14 +54,16 @@ impl ClosedForm {
             let (what, expected) = ("group of micro-batches", "at least num_ranks");
             return Err(PlanError::OutOfRange { what, value: group.into(), expected });
         }
-        let num_chunks_placed = placement.num_chunks();
+        let placed = placement.num_chunks();
+        // A group beyond all micro-batches is as good as one of them all.
+        let group = group.min(num_microbatches.max(num_ranks));
         let mut header = Header::new(name.name(), placement, num_microbatches);
         if name == ScheduleName::SeqOneForwardOneBackward {
             header.num_slices = name.resolve_chunks(num_chunks)?;
         }
         header.check()?;
         check_num_actions(&header)?;
-        Ok(Self { name, header, num_chunks: num_chunks_placed, group })
+        Ok(Self { name, header, num_chunks: placed, group })
     }
 
     /// The programs of all ranks.
@@ -83,14 +90,14 @@ impl ClosedForm {
         self.header.placement.num_ranks()
     }
 
-    /// Forwards of a rank in one step.
-    fn num_forwards(&self) -> u32 {
-        self.header.num_units() * self.num_chunks
+    /// Turns of a rank's forwards, those of the padding included.
+    fn num_turns(&self) -> u32 {
+        let padding = if self.num_chunks == 1 { 0 } else { self.header.num_units().next_multiple_of(self.group) };
+        self.header.num_units().max(padding) * self.num_chunks
     }
 
-    /// Forwards of a rank before its first backward.
-    #[must_use]
-    pub fn warmup(&self, rank: u32) -> u32 {
+    /// Turns of a rank's forwards before its first backward.
+    fn warmup(&self, rank: u32) -> u32 {
         let behind = self.num_ranks() - 1 - rank; // Ranks that follow.
         let chunks_before = self.group.saturating_mul(self.num_chunks - 1);
         let wanted = match self.name {
@@ -101,12 +108,11 @@ impl ClosedForm {
             ScheduleName::InterleavedZb => chunks_before.saturating_add(behind),
             ScheduleName::SeqOneForwardOneBackward => behind + self.header.num_slices - 1,
         };
-        wanted.min(self.num_forwards())
+        wanted.min(self.num_turns())
     }
 
-    /// How many backwards later the weight gradient follows; `None` for a fused backward.
-    #[must_use]
-    pub fn lag(&self, rank: u32) -> Option<u32> {
+    /// How many turns later the weight gradient follows; `None` for a fused backward.
+    fn lag(&self, rank: u32) -> Option<u32> {
         match self.name {
             ScheduleName::ZbH1 | ScheduleName::InterleavedZb => Some(rank),
             ScheduleName::ZbH2 => Some(2 * rank),
@@ -115,53 +121,52 @@ impl ClosedForm {
     }
 
     fn order(&self, rank: u32) -> Vec<Action> {
-        let (total, warmup, lag) = (self.num_forwards(), self.warmup(rank), self.lag(rank));
+        let (total, warmup, lag) = (self.num_turns(), self.warmup(rank), self.lag(rank));
         let per_microbatch = if lag.is_some() { 3 } else { 2 };
-        let mut program = Vec::with_capacity(total as usize * per_microbatch);
+        let mut program =
+            Vec::with_capacity(self.header.num_units() as usize * self.num_chunks as usize * per_microbatch);
         let forward = |turn| self.forward(rank, turn);
         let backward = |turn| self.backward(rank, turn);
-        program.extend((0..warmup).map(forward));
+        program.extend((0..warmup).filter_map(forward));
         for turn in 0..total {
             if turn < total - warmup {
-                program.push(forward(warmup + turn));
+                program.extend(forward(warmup + turn));
             }
             match lag {
-                None => program.push(backward(turn)),
+                None => program.extend(backward(turn)),
                 Some(lag) => {
-                    program.push(input_grad(backward(turn)));
-                    program.extend(turn.checked_sub(lag).map(|turn| weight_grad(backward(turn))));
+                    program.extend(backward(turn).map(input_grad));
+                    program.extend(turn.checked_sub(lag).and_then(backward).map(weight_grad));
                 }
             }
         }
         let left = lag.map_or(total, |lag| total.saturating_sub(lag));
-        program.extend((left..total).map(|turn| weight_grad(backward(turn))));
+        program.extend((left..total).filter_map(backward).map(weight_grad));
         program
     }
 
     /// The forward in a rank's `turn`: group after group, chunk after chunk, micro-batch after micro-batch.
-    fn forward(&self, rank: u32, turn: u32) -> Action {
-        let (chunk, unit) = self.table(turn);
-        Action::forward(chunk * self.num_ranks() + rank, unit)
+    fn forward(&self, rank: u32, turn: u32) -> Option<Action> {
+        let (chunk, unit) = self.table(turn)?;
+        Some(Action::forward(chunk * self.num_ranks() + rank, unit))
     }
 
     /// The backward in a rank's `turn`: the same with the chunks, and the slices of a sequence, in reverse.
-    fn backward(&self, rank: u32, turn: u32) -> Action {
-        let (chunk, unit) = self.table(turn);
+    fn backward(&self, rank: u32, turn: u32) -> Option<Action> {
+        let (chunk, unit) = self.table(turn)?;
         let slice = unit % self.header.num_slices;
         let unit = unit - slice + (self.header.num_slices - 1 - slice);
-        Action::backward((self.num_chunks - 1 - chunk) * self.num_ranks() + rank, unit)
+        Some(Action::backward((self.num_chunks - 1 - chunk) * self.num_ranks() + rank, unit))
     }
 
-    /// Chunk and micro-batch in turn. The last group may be smaller.
-    fn table(&self, turn: u32) -> (u32, u32) {
+    /// Chunk and micro-batch in turn; `None` for the padding of the last group.
+    fn table(&self, turn: u32) -> Option<(u32, u32)> {
         if self.num_chunks == 1 {
-            return (0, turn);
+            return Some((0, turn));
         }
-        let group = self.group.min(self.header.num_microbatches);
-        let turns_a_group = group * self.num_chunks;
-        let (first, turn) = (turn / turns_a_group * group, turn % turns_a_group);
-        let members = group.min(self.header.num_microbatches - first);
-        (turn / members, first + turn % members)
+        let (row, column) = (turn / self.group, turn % self.group);
+        let microbatch = row / self.num_chunks * self.group + column;
+        (microbatch < self.header.num_microbatches).then_some((row % self.num_chunks, microbatch))
     }
 }
 
