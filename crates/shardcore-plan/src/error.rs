@@ -74,6 +74,9 @@ pub enum PlanError {
     #[error("rank {rank}, position {position}, {action}: {reason}")]
     BadAction { rank: usize, position: usize, action: String, reason: String },
 
+    #[error("cannot lower the schedule: {reason}")]
+    BadLowering { reason: String },
+
     #[error("bad cost {what}: expected {expected}")]
     BadCost { what: String, expected: String },
 
@@ -138,11 +141,6 @@ impl PlanError {
     #[must_use]
     pub fn num_stages(value: impl Into<i128>) -> Self {
         Self::OutOfRange { what: "number of stages", value: value.into(), expected: "1 to 2^24" }
-    }
-
-    /// A name that is none of the known ones.
-    pub(crate) fn unknown_name<const N: usize>(what: &'static str, name: &str, known: [&str; N]) -> Self {
-        Self::UnknownName { what, name: name.to_owned(), known: known.join(", ") }
     }
 
     /// The same error, with the name of the parameter in front.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::named::named;
+
 /// What an action does. The order is that of a table: compute, communication, then what the sharding needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
@@ -34,50 +36,27 @@ pub enum ActionKind {
     Optimizer,
 }
 
+named!(
+    ActionKind,
+    "action",
+    [
+        Forward = "F",
+        Backward = "B",
+        InputGrad = "I",
+        WeightGrad = "W",
+        SendForward = "SEND_F",
+        RecvForward = "RECV_F",
+        SendBackward = "SEND_B",
+        RecvBackward = "RECV_B",
+        Unshard = "UNSHARD",
+        Reshard = "RESHARD",
+        Reduce = "REDUCE",
+        TiedReduce = "TIED_REDUCE",
+        Optimizer = "OPTIM",
+    ]
+);
+
 impl ActionKind {
-    /// Every kind, in the order of the table.
-    pub const ALL: [Self; 13] = [
-        Self::Forward,
-        Self::Backward,
-        Self::InputGrad,
-        Self::WeightGrad,
-        Self::SendForward,
-        Self::RecvForward,
-        Self::SendBackward,
-        Self::RecvBackward,
-        Self::Unshard,
-        Self::Reshard,
-        Self::Reduce,
-        Self::TiedReduce,
-        Self::Optimizer,
-    ];
-
-    /// The name in text: `F`, `SEND_F`, `OPTIM`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "F",
-            Self::Backward => "B",
-            Self::InputGrad => "I",
-            Self::WeightGrad => "W",
-            Self::SendForward => "SEND_F",
-            Self::RecvForward => "RECV_F",
-            Self::SendBackward => "SEND_B",
-            Self::RecvBackward => "RECV_B",
-            Self::Unshard => "UNSHARD",
-            Self::Reshard => "RESHARD",
-            Self::Reduce => "REDUCE",
-            Self::TiedReduce => "TIED_REDUCE",
-            Self::Optimizer => "OPTIM",
-        }
-    }
-
-    /// The kind of that name, written exactly so.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
     /// Forward, backward or a part of it.
     #[must_use]
     pub fn is_compute(self) -> bool {
@@ -106,12 +85,6 @@ impl ActionKind {
     #[must_use]
     pub fn has_slot(self) -> bool {
         self.is_recv() || matches!(self, Self::Forward | Self::Backward | Self::InputGrad)
-    }
-}
-
-impl fmt::Display for ActionKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

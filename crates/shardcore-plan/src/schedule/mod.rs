@@ -5,17 +5,22 @@
 //! | [`action`] | one thing a rank does: a forward of a stage for a micro-batch, a send, an optimizer step |
 //! | [`placement`] | which rank holds which stage, and which way micro-batches flow |
 //! | [`program`] | the actions of all ranks, and the header that says what they are for |
-//! | [`generate`] | named schedules, and forward-only programs
+//! | [`generate`] | named schedules, and forward-only programs |
+//! | [`lower`] | sends, receives, gathers, reductions and the optimizer, in their order |
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
 
 pub mod action;
 pub mod costs;
 pub mod generate;
+pub mod lower;
 pub mod placement;
 pub mod program;
+
+mod named;
 
 pub use action::{Action, ActionKind};
 pub use costs::{Amount, CostSpec, Costs};
 pub use generate::{ScheduleName, build, rank_program};
+pub use lower::{Lowering, OptimizerStep, ReduceTiming};
 pub use placement::Placement;
-pub use program::{CommModel, Gating, Header, OptimizerStep, Schedule};
+pub use program::{CommModel, Gating, Header, Schedule};

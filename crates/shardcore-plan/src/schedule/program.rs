@@ -3,6 +3,8 @@
 use std::fmt;
 
 use super::action::{Action, ActionKind};
+use super::lower::Lowering;
+use super::named::named;
 use super::placement::Placement;
 use crate::error::{PlanError, Result};
 
@@ -22,31 +24,11 @@ pub enum CommModel {
     Blocking,
 }
 
-impl CommModel {
-    /// Every model, from the most forgiving to the strictest.
-    pub const ALL: [Self; 5] = [Self::Buffered, Self::Directed, Self::PairFifo, Self::OneFifo, Self::Blocking];
-
-    /// The name in text: `buffered`, `directed`, `pair-fifo`, `one-fifo`, `blocking`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Buffered => "buffered",
-            Self::Directed => "directed",
-            Self::PairFifo => "pair-fifo",
-            Self::OneFifo => "one-fifo",
-            Self::Blocking => "blocking",
-        }
-    }
-
-    /// The model of that name.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`].
-    pub fn from_name(name: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|model| model.name() == name);
-        found.ok_or_else(|| PlanError::unknown_name("communication model", name, Self::ALL.map(Self::name)))
-    }
-}
+named!(
+    CommModel,
+    "communication model",
+    [Buffered = "buffered", Directed = "directed", PairFifo = "pair-fifo", OneFifo = "one-fifo", Blocking = "blocking",]
+);
 
 /// When the parts of a composite may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,28 +39,7 @@ pub enum Gating {
     Own,
 }
 
-impl Gating {
-    /// Both, in the order of the table.
-    pub const ALL: [Self; 2] = [Self::All, Self::Own];
-
-    /// The name in text: `all`, `own`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::All => "all",
-            Self::Own => "own",
-        }
-    }
-
-    /// The gating of that name.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`].
-    pub fn from_name(name: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|gating| gating.name() == name);
-        found.ok_or_else(|| PlanError::unknown_name("gating", name, Self::ALL.map(Self::name)))
-    }
-}
+named!(Gating, "gating", [All = "all", Own = "own"]);
 
 /// What a schedule is for. Written first in every text and JSON form.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -155,42 +116,6 @@ impl Header {
 /// More micro-batches than any step has; keeps every product of counts far from overflow.
 const MAX_UNITS: u32 = 1 << 24;
 
-/// When the optimizer steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum OptimizerStep {
-    /// Not in the program.
-    Absent,
-    /// At the end, after every gradient of the rank, behind a barrier for the global gradient norm.
-    Barrier,
-    /// Each stage as soon as its gradients are reduced; a later check of the global norm rolls back what it must
-    /// (Qi et al., "Zero Bubble Pipeline Parallelism", section 4).
-    PostValidation,
-}
-
-impl OptimizerStep {
-    /// All three, in the order of the table.
-    pub const ALL: [Self; 3] = [Self::Absent, Self::Barrier, Self::PostValidation];
-
-    /// The name in text: `absent`, `barrier`, `post-validation`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Absent => "absent",
-            Self::Barrier => "barrier",
-            Self::PostValidation => "post-validation",
-        }
-    }
-
-    /// The step of that name.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`].
-    pub fn from_name(name: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|step| step.name() == name);
-        found.ok_or_else(|| PlanError::unknown_name("optimizer step", name, Self::ALL.map(Self::name)))
-    }
-}
-
 /// The actions of every rank, in their order.
 ///
 /// Its shape is valid: one program a rank, every stage and micro-batch in range, composites of compute actions that
@@ -199,8 +124,7 @@ impl OptimizerStep {
 pub struct Schedule {
     header: Header,
     programs: Vec<Vec<Action>>,
-    /// When the optimizer steps, on lowered programs.
-    lowered: Option<OptimizerStep>,
+    lowered: Option<Lowering>,
 }
 
 impl Schedule {
@@ -216,13 +140,15 @@ impl Schedule {
     /// A lowered schedule: with communication, and with what the sharding needs.
     ///
     /// # Errors
-    /// As [`Schedule::new`], but any kind of action is allowed.
-    pub fn new_lowered(header: Header, programs: Vec<Vec<Action>>, optimizer: OptimizerStep) -> Result<Self> {
-        Self::checked(header, programs, Some(optimizer))
+    /// As [`Schedule::new`], but any kind of action is allowed; [`PlanError::BadLowering`] and
+    /// [`PlanError::OutOfRange`] for what it was lowered for.
+    pub fn new_lowered(header: Header, programs: Vec<Vec<Action>>, lowering: Lowering) -> Result<Self> {
+        Self::checked(header, programs, Some(lowering))
     }
 
-    fn checked(header: Header, programs: Vec<Vec<Action>>, lowered: Option<OptimizerStep>) -> Result<Self> {
+    fn checked(header: Header, programs: Vec<Vec<Action>>, lowered: Option<Lowering>) -> Result<Self> {
         header.check()?;
+        lowered.as_ref().map_or(Ok(()), |lowering| lowering.check(&header.placement))?;
         let num_ranks = header.placement.num_ranks();
         if programs.len() != num_ranks as usize {
             return Err(PlanError::NumPrograms { got: programs.len(), num_ranks });
@@ -329,10 +255,10 @@ impl Schedule {
         self.lowered.is_some()
     }
 
-    /// When the optimizer steps; `None` for a schedule that is not lowered.
+    /// What the schedule was lowered for; `None` for one that is not lowered.
     #[must_use]
-    pub fn optimizer_step(&self) -> Option<OptimizerStep> {
-        self.lowered
+    pub fn lowering(&self) -> Option<&Lowering> {
+        self.lowered.as_ref()
     }
 
     /// Whether no micro-batch goes backward: a program for evaluation.
@@ -352,7 +278,7 @@ impl fmt::Display for Schedule {
             write!(f, " in {num_slices} slices")?;
         }
         if self.is_lowered() {
-            write!(f, ", lowered for {} communication", comm.name())?;
+            write!(f, ", lowered for {comm} communication")?;
         }
         Ok(())
     }

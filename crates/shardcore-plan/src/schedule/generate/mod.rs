@@ -10,6 +10,7 @@ pub mod evaluation;
 
 use super::action::Action;
 use super::costs::CostSpec;
+use super::named::named;
 use super::placement::Placement;
 use super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -41,45 +42,23 @@ pub enum ScheduleName {
     SeqOneForwardOneBackward,
 }
 
+named!(
+    ScheduleName,
+    "pipeline schedule",
+    [
+        Gpipe = "gpipe",
+        OneForwardOneBackward = "1f1b",
+        EagerOneForwardOneBackward = "eager-1f1b",
+        Interleaved = "interleaved",
+        LoopedBfs = "looped-bfs",
+        ZbH1 = "zb-h1",
+        ZbH2 = "zb-h2",
+        InterleavedZb = "interleaved-zb",
+        SeqOneForwardOneBackward = "seq-1f1b",
+    ]
+);
+
 impl ScheduleName {
-    /// Every name.
-    pub const ALL: [Self; 9] = [
-        Self::Gpipe,
-        Self::OneForwardOneBackward,
-        Self::EagerOneForwardOneBackward,
-        Self::Interleaved,
-        Self::LoopedBfs,
-        Self::ZbH1,
-        Self::ZbH2,
-        Self::InterleavedZb,
-        Self::SeqOneForwardOneBackward,
-    ];
-
-    /// The name in text: `1f1b`, `zb-h1`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Gpipe => "gpipe",
-            Self::OneForwardOneBackward => "1f1b",
-            Self::EagerOneForwardOneBackward => "eager-1f1b",
-            Self::Interleaved => "interleaved",
-            Self::LoopedBfs => "looped-bfs",
-            Self::ZbH1 => "zb-h1",
-            Self::ZbH2 => "zb-h2",
-            Self::InterleavedZb => "interleaved-zb",
-            Self::SeqOneForwardOneBackward => "seq-1f1b",
-        }
-    }
-
-    /// The schedule of that name, written exactly so.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`].
-    pub fn from_name(name: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|schedule| schedule.name() == name);
-        found.ok_or_else(|| PlanError::unknown_name("pipeline schedule", name, Self::ALL.map(Self::name)))
-    }
-
     /// Into how many chunks a rank's work on a micro-batch may be cut: exactly that many, or any number, by default 2.
     #[must_use]
     pub fn num_chunks(self) -> ChunkCount {
