@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::dtype::Dtype;
 
 /// The result of planning.
-pub type Result<T> = std::result::Result<T, PlanError>;
+pub type Result<T, E = PlanError> = std::result::Result<T, E>;
 
 /// A plan cannot be made from its input, or is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

@@ -168,7 +168,7 @@ impl Schedule {
         Ok(schedule)
     }
 
-    fn check_action(&self, action: Action, next: Option<Action>) -> std::result::Result<(), String> {
+    fn check_action(&self, action: Action, next: Option<Action>) -> Result<(), String> {
         let Action { kind, stage, microbatch, .. } = action;
         let (num_stages, num_units) = (self.num_stages(), self.header.num_units());
         if stage >= num_stages {

@@ -4,5 +4,6 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 mod given;
+mod lowering;
 mod named;
 mod reference;

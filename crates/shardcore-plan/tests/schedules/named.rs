@@ -15,7 +15,7 @@ use ScheduleName::{
     SeqOneForwardOneBackward, ZbH1, ZbH2,
 };
 
-fn made(name: ScheduleName, p: u32, m: u32, v: u32) -> Schedule {
+pub(crate) fn made(name: ScheduleName, p: u32, m: u32, v: u32) -> Schedule {
     let chunks = (name.num_chunks() == ChunkCount::Any).then_some(v);
     build(name, p, m, chunks, None).unwrap()
 }

@@ -158,7 +158,8 @@ fn complete(schedule: &Schedule, done: &Done) -> Result<(), String> {
     if done.len() == expected { Ok(()) } else { Err(format!("{} actions instead of {expected}", done.len())) }
 }
 
-fn peak(program: &[Action]) -> Result<usize, String> {
+/// The most micro-batches that a rank holds at once.
+pub(crate) fn peak(program: &[Action]) -> Result<usize, String> {
     let (mut held, mut most) = (0_usize, 0);
     for action in program {
         match action.kind {

@@ -7,8 +7,9 @@ use crate::schedule::program::{Header, Schedule};
 
 /// The forwards of every micro-batch on any placement, also where neighbouring stages share a rank.
 ///
-/// Each rank takes, of what has reached it, the micro-batch that is farthest along. Results leave early, so few wait in
-/// between. The order is found by stepping through time with equal costs, so it has no cycle.
+/// Each rank takes, of what has reached it, the micro-batch that is farthest along, unless two wait already where it
+/// would go next. So results leave early and no rank needs more than two buffers a stage. The order is found by stepping
+/// through time with equal costs: it has no cycle, since whatever is farthest along can always go on.
 ///
 /// # Errors
 /// [`PlanError::OutOfRange`](crate::PlanError::OutOfRange) for no micro-batches or too many.
@@ -58,8 +59,7 @@ impl<'a> Flow<'a> {
         let mut done = Vec::with_capacity(programs.len());
         while self.num_left > 0 {
             for (stages, program) in self.stages.iter().zip(&mut programs) {
-                let ready = stages.iter().find(|&&stage| self.next[stage as usize] < self.arrived[stage as usize]);
-                if let Some(&stage) = ready {
+                if let Some(&stage) = stages.iter().find(|&&stage| self.waiting(stage) > 0 && self.has_room(stage)) {
                     program.push(Action::forward(stage, self.next[stage as usize]));
                     done.push(stage);
                 }
@@ -73,6 +73,16 @@ impl<'a> Flow<'a> {
             }
         }
         programs
+    }
+
+    /// How many micro-batches have arrived at a stage and not left it.
+    fn waiting(&self, stage: u32) -> u32 {
+        self.arrived[stage as usize] - self.next[stage as usize]
+    }
+
+    /// Whether the following stage can take one more.
+    fn has_room(&self, stage: u32) -> bool {
+        self.placement.next(stage).is_none_or(|next| self.waiting(next) < 2)
     }
 }
 
