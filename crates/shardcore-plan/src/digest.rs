@@ -10,26 +10,38 @@ use crate::shard_plan::ShardPlan;
 
 /// Feeds a plan to the hash. Numbers are 8 bytes, little endian; a string or a list stands behind its length, so no
 /// two plans have the same encoding.
-struct Encoder(Sha256);
+pub(crate) struct Encoder(Sha256);
 
 impl Encoder {
-    fn new(kind: &str) -> Self {
+    pub(crate) fn new(kind: &str) -> Self {
         let mut encoder = Self(Sha256::new());
         encoder.text(kind);
         encoder
     }
 
-    fn number(&mut self, value: u64) {
+    pub(crate) fn number(&mut self, value: u64) {
         self.0.update(value.to_le_bytes());
     }
 
-    fn count(&mut self, value: usize) {
+    pub(crate) fn count(&mut self, value: usize) {
         self.number(value as u64);
     }
 
-    fn text(&mut self, value: &str) {
+    pub(crate) fn text(&mut self, value: &str) {
         self.count(value.len());
         self.0.update(value.as_bytes());
+    }
+
+    pub(crate) fn numbers(&mut self, values: &[u32]) {
+        self.count(values.len());
+        for &value in values {
+            self.number(value.into());
+        }
+    }
+
+    /// Bytes whose number is known from what stands before.
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
     }
 
     fn layout(&mut self, layout: &FlatLayout) {
@@ -46,7 +58,7 @@ impl Encoder {
         }
     }
 
-    fn finish(self) -> String {
+    pub(crate) fn finish(self) -> String {
         self.0.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}"); // Writing to a String cannot fail.
             hex

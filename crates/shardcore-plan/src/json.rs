@@ -134,12 +134,12 @@ impl ShardPlan {
     }
 }
 
-fn write(document: &impl Serialize) -> String {
+pub(crate) fn write(document: &impl Serialize) -> String {
     #[expect(clippy::expect_used, reason = "strings, numbers and lists always serialize")]
     serde_json::to_string(document).expect("a plan document is plain data")
 }
 
-fn read<'a, D: Deserialize<'a>>(text: &'a str, format: &str) -> Result<D> {
+pub(crate) fn read<'a, D: Deserialize<'a>>(text: &'a str, format: &str) -> Result<D> {
     #[derive(Deserialize)]
     struct Header<'a> {
         format: Cow<'a, str>,

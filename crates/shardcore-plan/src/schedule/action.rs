@@ -1,7 +1,5 @@
 //! One thing a rank does.
 
-use std::fmt;
-
 use super::named::named;
 
 /// What an action does. The order is that of a table: compute, communication, then what the sharding needs.
@@ -149,20 +147,5 @@ impl Action {
     #[must_use]
     pub const fn in_slot(self, slot: u16) -> Self {
         Self { slot, ..self }
-    }
-}
-
-/// `2F0` is the forward of stage 2 for micro-batch 0; `0F3@1` uses receive slot 1; `4OPTIM` has no micro-batch;
-/// `0F3&` is joined with the action behind it, so that a composite reads `0F3&1B2`.
-impl fmt::Display for Action {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}", self.stage, self.kind)?;
-        if self.kind.has_microbatch() {
-            write!(f, "{}", self.microbatch)?;
-        }
-        if self.slot != 0 {
-            write!(f, "@{}", self.slot)?;
-        }
-        f.write_str(if self.with_next { "&" } else { "" })
     }
 }

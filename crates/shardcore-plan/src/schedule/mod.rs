@@ -7,10 +7,12 @@
 //! | [`program`] | the actions of all ranks, and the header that says what they are for |
 //! | [`generate`] | named schedules, and forward-only programs |
 //! | [`lower`] | sends, receives, gathers, reductions and the optimizer, in their order |
+//! | [`format`](mod@format) | text, JSON, digest and table |
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
 
 pub mod action;
 pub mod costs;
+pub mod format;
 pub mod generate;
 pub mod lower;
 pub mod placement;
@@ -20,6 +22,7 @@ mod named;
 
 pub use action::{Action, ActionKind};
 pub use costs::{Amount, CostSpec, Costs};
+pub use format::composite_text;
 pub use generate::{ScheduleName, build, rank_program};
 pub use lower::{Lowering, OptimizerStep, ReduceTiming};
 pub use placement::Placement;

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::action::{Action, ActionKind};
 use crate::error::{PlanError, Result};
+use crate::table::counted;
 
 /// More stages than any pipeline has; keeps every product of counts far from overflow.
 const MAX_STAGES: usize = 1 << 24;
@@ -235,7 +236,8 @@ impl fmt::Display for Placement {
         } else {
             "custom"
         };
-        write!(f, "{shape}, {} ranks x {} chunks", self.num_ranks, self.num_chunks)
+        let (ranks, chunks) = (counted(self.num_ranks.into(), "rank"), counted(self.num_chunks.into(), "chunk"));
+        write!(f, "{shape}, {ranks} x {chunks}")
     }
 }
 

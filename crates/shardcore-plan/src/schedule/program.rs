@@ -7,6 +7,7 @@ use super::lower::Lowering;
 use super::named::named;
 use super::placement::Placement;
 use crate::error::{PlanError, Result};
+use crate::table::counted;
 
 /// How messages between two ranks may be delivered, from the most forgiving to the strictest; a program that is right
 /// under one is right under all before it.
@@ -109,12 +110,20 @@ impl Header {
             let (what, expected) = ("num_microbatches * num_slices", "at most 2^24");
             return Err(PlanError::OutOfRange { what, value, expected });
         }
+        let value = u64::from(self.num_units()) * u64::from(self.placement.num_stages());
+        if value > MAX_FORWARDS {
+            let (what, expected) = ("num_microbatches * number of stages", "at most 2^28");
+            return Err(PlanError::OutOfRange { what, value: value.into(), expected });
+        }
         Ok(())
     }
 }
 
 /// More micro-batches than any step has; keeps every product of counts far from overflow.
 const MAX_UNITS: u32 = 1 << 24;
+
+/// The most forwards in a step: 64 times those of 1,024 ranks with 4,096 micro-batches.
+const MAX_FORWARDS: u64 = 1 << 28;
 
 /// The actions of every rank, in their order.
 ///
@@ -273,7 +282,7 @@ impl Schedule {
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Header { name, num_microbatches, num_slices, placement, comm, .. } = &self.header;
-        write!(f, "{name}: {placement}, {num_microbatches} micro-batches")?;
+        write!(f, "{name}: {placement}, {}", counted((*num_microbatches).into(), "micro-batch"))?;
         if *num_slices > 1 {
             write!(f, " in {num_slices} slices")?;
         }

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
+mod format;
 mod given;
 mod lowering;
 mod named;

@@ -16,7 +16,6 @@ use crate::schedule::program::{Header, Schedule};
 pub fn evaluation(placement: Placement, num_microbatches: u32) -> Result<Schedule> {
     let header = Header::new("evaluation", placement, num_microbatches);
     header.check()?;
-    super::check_num_actions(&header)?;
     let programs = Flow::new(&header).run();
     Schedule::new(header, programs)
 }

@@ -12,7 +12,7 @@ use super::action::Action;
 use super::costs::CostSpec;
 use super::named::named;
 use super::placement::Placement;
-use super::program::{Header, Schedule};
+use super::program::Schedule;
 use crate::error::{PlanError, Result};
 use closed::ClosedForm;
 
@@ -139,16 +139,3 @@ pub fn rank_program(
     let _ = costs;
     ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.program(rank)
 }
-
-/// Refuses what no memory holds, before it is tried.
-fn check_num_actions(header: &Header) -> Result<()> {
-    let value = u64::from(header.num_units()) * u64::from(header.placement.num_stages());
-    if value > MAX_FORWARDS {
-        let (what, expected) = ("num_microbatches * number of stages", "at most 2^28");
-        return Err(PlanError::OutOfRange { what, value: value.into(), expected });
-    }
-    Ok(())
-}
-
-/// The most forwards in a step: 64 times those of 1,024 ranks with 4,096 micro-batches.
-const MAX_FORWARDS: u64 = 1 << 28;

@@ -14,7 +14,7 @@
 //! time. Every rank posts its sends and receives in that order: a send directly after its computation, a receive before
 //! the computation that needs it and after no computation that needs a later message. So of all messages that are not
 //! delivered, the earliest has both ends posted, or they will be without waiting for another: the program runs even
-//! where each send and receive blocks its rank ([`CommModel::Blocking`](super::CommModel::Blocking)), and then under
+//! where each send and receive blocks its rank ([`CommModel::Blocking`]), and then under
 //! every weaker model.
 
 mod gathers;
