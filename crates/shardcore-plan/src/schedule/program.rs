@@ -7,7 +7,6 @@ use super::lower::Lowering;
 use super::named::named;
 use super::placement::Placement;
 use crate::error::{PlanError, Result};
-use crate::table::counted;
 
 /// How messages between two ranks may be delivered, from the most forgiving to the strictest; a program that is right
 /// under one is right under all before it.
@@ -282,7 +281,8 @@ impl Schedule {
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Header { name, num_microbatches, num_slices, placement, comm, .. } = &self.header;
-        write!(f, "{name}: {placement}, {}", counted((*num_microbatches).into(), "micro-batch"))?;
+        let plural = if *num_microbatches == 1 { "" } else { "es" };
+        write!(f, "{name}: {placement}, {num_microbatches} micro-batch{plural}")?;
         if *num_slices > 1 {
             write!(f, " in {num_slices} slices")?;
         }

@@ -312,3 +312,104 @@ fn what_can_never_run_is_refused() {
     ];
     assert_eq!(texts, expected);
 }
+
+/// A rank's actions from its last computation or message on.
+fn tail(program: &[Action]) -> String {
+    let end = program.iter().rposition(|action| action.kind <= RecvBackward).unwrap();
+    program[end..].iter().map(Action::to_string).collect::<Vec<_>>().join(" ")
+}
+
+/// Fault E9: the sum over tied weights was skipped, or done before the last micro-batch.
+#[test]
+fn e9_tied_gradients_are_summed_once_after_the_last_micro_batch() {
+    let lowering = Lowering {
+        zero_stage: Some(1),
+        optimizer: OptimizerStep::Barrier,
+        tied: vec![vec![0, 2], vec![0, 1, 2]],
+        ..Lowering::default()
+    };
+    let schedule = made(ScheduleName::ZbH1, 3, 3, 1).lower(&lowering).unwrap();
+    let tails: Vec<String> = schedule.programs().iter().map(|program| tail(program)).collect();
+    let expected = [
+        "0W2 0TIED_REDUCE 0TIED_REDUCE 0REDUCE 0OPTIM",
+        "1W2 1TIED_REDUCE 1REDUCE 1OPTIM",
+        "2W2 2TIED_REDUCE 2TIED_REDUCE 2REDUCE 2OPTIM",
+    ];
+    assert_eq!(tails, expected);
+}
+
+/// Fault E15: `ZeRO` stages 2 and 3 under a pipeline gave wrong gradients, or never reduced.
+#[test]
+fn e15_every_micro_batch_is_reduced_at_every_zero_stage() {
+    let orders = |zero_stage, reduce| {
+        let lowering = Lowering { zero_stage: Some(zero_stage), reduce, ..Lowering::default() };
+        let schedule = made(ScheduleName::OneForwardOneBackward, 1, 2, 1).lower(&lowering);
+        schedule.map(|schedule| texts(&schedule).remove(0)).map_err(|error| error.to_string())
+    };
+    for zero_stage in 0..3 {
+        assert_eq!(orders(zero_stage, ReduceTiming::Once).unwrap(), "0F0 0B0 0F1 0B1 0REDUCE");
+    }
+    assert_eq!(orders(3, ReduceTiming::Once).unwrap(), "0UNSHARD 0F0 0B0 0F1 0B1 0RESHARD 0REDUCE");
+    assert_eq!(orders(2, ReduceTiming::PerMicrobatch).unwrap(), "0F0 0B0 0REDUCE 0F1 0B1 0REDUCE");
+    let refused = orders(1, ReduceTiming::PerMicrobatch).unwrap_err();
+    assert!(refused.contains("per micro-batch at ZeRO stages 2 and 3 only"), "{refused}");
+}
+
+#[test]
+fn post_validation_steps_each_stage_behind_its_reduction() {
+    let optimizer = OptimizerStep::PostValidation;
+    let lowering = Lowering { zero_stage: Some(2), optimizer, ..Lowering::default() };
+    let schedule = made(ScheduleName::LoopedBfs, 1, 1, 2).lower(&lowering).unwrap();
+    assert_eq!(texts(&schedule), ["0F0 1F0 1B0 1REDUCE 1OPTIM 0B0 0REDUCE 0OPTIM"]);
+    let schedule = made(ScheduleName::LoopedBfs, 1, 1, 2);
+    let barrier = Lowering { optimizer: OptimizerStep::Barrier, ..lowering };
+    assert_eq!(texts(&schedule.lower(&barrier).unwrap()), ["0F0 1F0 1B0 1REDUCE 0B0 0REDUCE 0OPTIM 1OPTIM"]);
+}
+
+#[test]
+fn a_stage_is_gathered_behind_the_computation_before_it() {
+    let schedule = made(ScheduleName::LoopedBfs, 1, 1, 3);
+    let order = |max_unsharded| {
+        let lowering = Lowering { zero_stage: Some(3), max_unsharded, ..Lowering::default() };
+        let text = texts(&schedule.lower(&lowering).unwrap()).remove(0);
+        text.replace("UNSHARD", "+").replace("RESHARD", "-").replace("REDUCE", "R")
+    };
+    assert_eq!(order(2), "0+ 1+ 0F0 0- 2+ 1F0 2F0 2B0 2- 2R 0+ 1B0 1- 1R 0B0 0- 0R");
+    assert_eq!(order(1), "0+ 0F0 0- 1+ 1F0 1- 2+ 2F0 2B0 2- 2R 1+ 1B0 1- 1R 0+ 0B0 0- 0R");
+    assert_eq!(order(u32::MAX), "0+ 1+ 0F0 2+ 1F0 2F0 2B0 2- 2R 1B0 1- 1R 0B0 0- 0R");
+}
+
+/// The two copies of each stage of a bidirectional placement sum their gradients.
+#[test]
+fn both_copies_of_a_model_sum_their_gradients() {
+    let placement = Placement::bidirectional(2).unwrap();
+    let (f, b) = (Action::forward, Action::backward);
+    let programs = vec![vec![f(0, 0), f(3, 1), b(3, 1), b(0, 0)], vec![f(2, 1), f(1, 0), b(1, 0), b(2, 1)]];
+    let schedule = Schedule::new(Header::new("mine", placement, 2), programs).unwrap();
+    let lowering = Lowering { tied: vec![vec![0, 1]], ..Lowering::default() };
+    let lowered = schedule.lower(&lowering).unwrap();
+    assert_eq!(lowering.all_tied(schedule.placement()), [vec![0, 1, 2, 3], vec![0, 2], vec![1, 3]]);
+    let tails: Vec<String> = lowered.programs().iter().map(|program| tail(program)).collect();
+    let expected = [
+        "0B0 0TIED_REDUCE 3TIED_REDUCE 0TIED_REDUCE 3TIED_REDUCE",
+        "2B1 1TIED_REDUCE 2TIED_REDUCE 2TIED_REDUCE 1TIED_REDUCE",
+    ];
+    assert_eq!(tails, expected);
+}
+
+#[test]
+fn options_that_do_not_fit_are_refused() {
+    let schedule = made(ScheduleName::Gpipe, 2, 2, 1);
+    let refused = |lowering: Lowering| schedule.lower(&lowering).unwrap_err().to_string();
+    let lowering = Lowering::default;
+    assert!(refused(Lowering { zero_stage: Some(4), ..lowering() }).contains("zero_stage is 4: expected 0, 1, 2 or 3"));
+    assert!(refused(Lowering { receives_ahead: 0, ..lowering() }).contains("receives_ahead is 0"));
+    assert!(refused(Lowering { max_unsharded: 0, ..lowering() }).contains("max_unsharded is 0"));
+    for (group, reason) in
+        [(vec![0, 2], "stage 2 is out of range"), (vec![0], "two different"), (vec![0, 0], "two different")]
+    {
+        assert!(refused(Lowering { tied: vec![group], ..lowering() }).contains(reason));
+    }
+    let lowered = schedule.lower(&lowering()).unwrap();
+    assert!(lowered.lower(&lowering()).unwrap_err().to_string().contains("lowered already"));
+}
