@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::dtype::Dtype;
+use crate::schedule::check::Fault;
 
 /// The result of planning.
 pub type Result<T, E = PlanError> = std::result::Result<T, E>;
@@ -82,6 +83,9 @@ pub enum PlanError {
 
     #[error("not a schedule: line {line}, column {column}: {reason}")]
     BadScheduleText { line: usize, column: usize, reason: String },
+
+    #[error("{0}")]
+    InvalidSchedule(Box<Fault>),
 
     #[error("not a plan document: {reason}")]
     BadDocument { reason: String },

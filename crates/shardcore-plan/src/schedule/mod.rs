@@ -9,14 +9,20 @@
 //! | [`lower`] | sends, receives, gathers, reductions and the optimizer, in their order |
 //! | [`format`](mod@format) | text, JSON, digest and table |
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
+//! | [`check`] | whether a schedule can be executed, and the fewest actions that show why not |
+//! | [`simulate`] | when each action runs, what is idle and what is held |
 
 pub mod action;
+pub mod check;
 pub mod costs;
 pub mod format;
 pub mod generate;
 pub mod lower;
 pub mod placement;
 pub mod program;
+pub mod simulate;
+
+mod flow;
 
 mod named;
 
