@@ -84,6 +84,9 @@ pub enum PlanError {
     #[error("not a schedule: line {line}, column {column}: {reason}")]
     BadScheduleText { line: usize, column: usize, reason: String },
 
+    #[error("schedule {name:?} has no sends and receives to check: lower it first")]
+    NotLowered { name: String },
+
     #[error("{0}")]
     InvalidSchedule(Box<Fault>),
 

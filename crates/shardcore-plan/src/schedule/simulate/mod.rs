@@ -19,7 +19,7 @@ use super::costs::Costs;
 use super::flow::Flow;
 use super::program::Schedule;
 use crate::error::Result;
-use memory::Ledger;
+pub(crate) use memory::Ledger;
 
 /// Start and end of an action, in the unit of the costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,8 +83,8 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, network: &Network) -> Res
 /// # Errors
 /// [`PlanError`](crate::PlanError) if the costs do not fit the schedule.
 pub fn peaks(schedule: &Schedule, costs: &Costs) -> Result<Vec<f64>> {
+    fit(schedule, costs)?;
     let flow = Flow::of(schedule.header());
-    prepare::check(&flow, costs, &Network::default())?;
     let mut ledger = Ledger::default();
     ledger.set(schedule.header(), &flow, schedule.programs(), costs);
     let peak = |(rank, program): (usize, &Vec<Action>)| {
@@ -93,6 +93,11 @@ pub fn peaks(schedule: &Schedule, costs: &Costs) -> Result<Vec<f64>> {
         peak
     };
     Ok(schedule.programs().iter().enumerate().map(peak).collect())
+}
+
+/// Checks that the costs have one valid entry for each stage.
+pub(crate) fn fit(schedule: &Schedule, costs: &Costs) -> Result<()> {
+    prepare::check(&Flow::of(schedule.header()), costs, &Network::default())
 }
 
 /// What is idle of `num_ranks` ranks that take `total` each.

@@ -1,0 +1,344 @@
+//! Each action exactly once, on its rank, behind what it needs there.
+//!
+//! One byte per stage and micro-batch remembers what has been seen, so the whole check is one pass. What is found wrong
+//! is looked up again for the message: that happens once.
+
+use super::fault::{Fault, FaultKind, Place};
+use crate::error::{PlanError, Result};
+use crate::schedule::action::{Action, ActionKind};
+use crate::schedule::flow::{Flow, NO_STAGE};
+use crate::schedule::program::{Gating, Schedule};
+use crate::schedule::simulate::composite_end;
+
+/// No micro-batch: a free slot.
+const FREE: u32 = u32::MAX;
+/// Either form of a backward.
+const GRAD: u8 = bit(ActionKind::Backward) | bit(ActionKind::InputGrad);
+
+/// The mark of a kind that has a micro-batch: the first eight.
+const fn bit(kind: ActionKind) -> u8 {
+    1 << kind as u8
+}
+
+/// Checks what can be seen without running the schedule.
+pub(super) fn check(schedule: &Schedule) -> Result<()> {
+    let flow = Flow::of(schedule.header());
+    let seen = vec![0; flow.num_cells()];
+    let slots = vec![Vec::new(); 2 * flow.num_stages];
+    let mut pass = Pass { schedule, flow, seen, slots, together: schedule.header().gating == Gating::All };
+    for (rank, program) in schedule.programs().iter().enumerate() {
+        let mut position = 0;
+        while position < program.len() {
+            let end = if pass.together { composite_end(program, position) } else { position + 1 };
+            (position..end).try_for_each(|at| pass.admit(rank, at, position..end))?;
+            program[position..end].iter().for_each(|action| pass.mark(action));
+            position = end;
+        }
+    }
+    pass.complete()
+}
+
+struct Pass<'a> {
+    schedule: &'a Schedule,
+    flow: Flow,
+    /// The marks of each stage and micro-batch.
+    seen: Vec<u8>,
+    /// The micro-batch in each receive slot of each stage, forward and backward.
+    slots: Vec<Vec<u32>>,
+    together: bool,
+}
+
+/// What an action needs before it on its rank: any kind of `marks` of a stage and micro-batch.
+#[derive(Clone, Copy)]
+struct Need {
+    stage: u32,
+    unit: u32,
+    marks: u8,
+}
+
+impl Pass<'_> {
+    /// Checks an action against what its rank has done before; `composite` are the positions that start with it.
+    fn admit(&mut self, rank: usize, position: usize, composite: std::ops::Range<usize>) -> Result<()> {
+        let action = self.schedule.programs()[rank][position];
+        let stage = action.stage as usize;
+        if self.flow.rank[stage] as usize != rank {
+            return Err(self.misplaced(rank, position));
+        }
+        if !action.kind.has_microbatch() {
+            return Ok(());
+        }
+        if !self.flow.units_of(action.stage).contains(&action.microbatch) {
+            return Err(self.wrong_chain(rank, position));
+        }
+        if self.seen[self.flow.cell(action.stage, action.microbatch)] & excluded(action.kind) != 0 {
+            return Err(self.duplicate(rank, position));
+        }
+        if !action.kind.is_compute() && !self.has_other_end(action) {
+            return Err(self.no_other_end(rank, position));
+        }
+        let (needs, count) = self.needs(action);
+        for need in &needs[..count] {
+            if self.seen[self.flow.cell(need.stage, need.unit)] & need.marks == 0 {
+                return Err(self.unmet(rank, position, *need, composite));
+            }
+        }
+        self.pass_slot(rank, position)
+    }
+
+    fn mark(&mut self, action: &Action) {
+        if action.kind.has_microbatch() {
+            let cell = self.flow.cell(action.stage, action.microbatch);
+            self.seen[cell] |= bit(action.kind);
+        }
+    }
+
+    /// Whether the stage takes its input (or the gradient of its output) from another rank through a receive.
+    fn receives(&self, stage: u32, neighbour: u32) -> bool {
+        self.schedule.is_lowered() && neighbour != NO_STAGE && self.flow.crosses(stage, neighbour)
+    }
+
+    fn needs(&self, action: Action) -> ([Need; 3], usize) {
+        let (stage, unit) = (action.stage, action.microbatch);
+        let mut needs = [Need { stage, unit, marks: 0 }; 3];
+        let mut count = 0;
+        let mut add = |stage, unit, marks| {
+            needs[count] = Need { stage, unit, marks };
+            count += 1;
+        };
+        let (prev, next) = (self.flow.prev[stage as usize], self.flow.next[stage as usize]);
+        let slice = unit % self.flow.num_slices;
+        match action.kind {
+            ActionKind::Forward => {
+                if slice > 0 {
+                    add(stage, unit - 1, bit(ActionKind::Forward));
+                }
+                if self.receives(stage, prev) {
+                    add(stage, unit, bit(ActionKind::RecvForward));
+                } else if prev != NO_STAGE && !self.flow.crosses(stage, prev) {
+                    add(prev, unit, bit(ActionKind::Forward));
+                }
+            }
+            ActionKind::Backward | ActionKind::InputGrad => {
+                add(stage, unit, bit(ActionKind::Forward));
+                if slice + 1 < self.flow.num_slices {
+                    add(stage, unit + 1, GRAD);
+                }
+                if self.receives(stage, next) {
+                    add(stage, unit, bit(ActionKind::RecvBackward));
+                } else if next != NO_STAGE && !self.flow.crosses(stage, next) {
+                    add(next, unit, GRAD);
+                }
+            }
+            ActionKind::WeightGrad => add(stage, unit, bit(ActionKind::InputGrad)),
+            ActionKind::SendForward => add(stage, unit, bit(ActionKind::Forward)),
+            ActionKind::SendBackward => add(stage, unit, GRAD),
+            _ => {}
+        }
+        (needs, count)
+    }
+
+    fn has_other_end(&self, action: Action) -> bool {
+        let partner = self.schedule.placement().partner(action);
+        partner.is_some_and(|partner| self.flow.crosses(action.stage, partner.stage))
+    }
+
+    /// Fills the slot of a receive; frees the one that a computation reads.
+    fn pass_slot(&mut self, rank: usize, position: usize) -> Result<()> {
+        if !self.schedule.is_lowered() {
+            return Ok(());
+        }
+        let action = self.schedule.programs()[rank][position];
+        let stage = action.stage as usize;
+        let side = match action.kind {
+            ActionKind::RecvForward => 0,
+            ActionKind::RecvBackward => 1,
+            ActionKind::Forward if self.receives(action.stage, self.flow.prev[stage]) => 0,
+            ActionKind::Backward | ActionKind::InputGrad if self.receives(action.stage, self.flow.next[stage]) => 1,
+            _ => return Ok(()),
+        };
+        let slots = &mut self.slots[2 * stage + side];
+        let slot = usize::from(action.slot);
+        if slot >= slots.len() {
+            slots.resize(slot + 1, FREE);
+        }
+        let held = slots[slot];
+        if action.kind.is_recv() {
+            slots[slot] = action.microbatch;
+            return if held == FREE { Ok(()) } else { Err(self.overwritten(rank, position, held)) };
+        }
+        slots[slot] = FREE;
+        if held == action.microbatch { Ok(()) } else { Err(self.wrong_slot(rank, position)) }
+    }
+
+    /// Nothing that a schedule needs is missing.
+    fn complete(&self) -> Result<()> {
+        let forward_only = self.schedule.is_forward_only();
+        for stage in (0..).take(self.flow.num_stages) {
+            let [sends_forward, sends_backward] = [self.flow.next[stage as usize], self.flow.prev[stage as usize]]
+                .map(|neighbour| self.receives(stage, neighbour));
+            for unit in self.flow.units_of(stage) {
+                let seen = self.seen[self.flow.cell(stage, unit)];
+                let has = |kind| seen & bit(kind) != 0;
+                let whole = has(ActionKind::Backward) || (has(ActionKind::InputGrad) && has(ActionKind::WeightGrad));
+                let missing = if !has(ActionKind::Forward) {
+                    ActionKind::Forward
+                } else if sends_forward && !has(ActionKind::SendForward) {
+                    ActionKind::SendForward
+                } else if !forward_only && !whole {
+                    if has(ActionKind::InputGrad) { ActionKind::WeightGrad } else { ActionKind::Backward }
+                } else if !forward_only && sends_backward && !has(ActionKind::SendBackward) {
+                    ActionKind::SendBackward
+                } else {
+                    continue;
+                };
+                return Err(self.missing(Action::new(missing, stage, unit)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kinds that a stage and micro-batch cannot have had before an action of this kind.
+const fn excluded(kind: ActionKind) -> u8 {
+    match kind {
+        ActionKind::Backward => GRAD | bit(ActionKind::WeightGrad),
+        ActionKind::InputGrad => GRAD,
+        ActionKind::WeightGrad => bit(ActionKind::WeightGrad) | bit(ActionKind::Backward),
+        other => bit(other),
+    }
+}
+
+/// The messages.
+impl Pass<'_> {
+    fn fault(&self, kind: FaultKind, message: String, witness: Vec<Place>) -> PlanError {
+        Fault::new(self.schedule, kind, message, witness).into()
+    }
+
+    fn place(&self, rank: usize, position: usize) -> Place {
+        Place::at(self.schedule, rank, position)
+    }
+
+    /// The first action of a rank that has one of these marks for a stage and micro-batch.
+    fn find_on(&self, rank: usize, need: Need) -> Option<Place> {
+        let wanted = |action: &Action| {
+            action.kind.has_microbatch()
+                && (action.stage, action.microbatch) == (need.stage, need.unit)
+                && bit(action.kind) & need.marks != 0
+        };
+        let position = self.schedule.programs()[rank].iter().position(wanted)?;
+        Some(self.place(rank, position))
+    }
+
+    fn find(&self, need: Need) -> Option<Place> {
+        (0..self.flow.num_ranks).find_map(|rank| self.find_on(rank, need))
+    }
+
+    fn misplaced(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let owner = self.flow.rank[place.action.stage as usize];
+        let message = format!("{place} stands on the wrong rank: stage {} is on rank {owner}", place.action.stage);
+        self.fault(FaultKind::Misplaced, message, vec![place])
+    }
+
+    fn wrong_chain(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let units = self.flow.units_of(place.action.stage);
+        let message = format!(
+            "{place}: stage {} is in the chain of micro-batches {} to {} only",
+            place.action.stage,
+            units.start,
+            units.end.saturating_sub(1)
+        );
+        self.fault(FaultKind::Misplaced, message, vec![place])
+    }
+
+    fn duplicate(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let Action { kind, stage, microbatch: unit, .. } = place.action;
+        let first = self.find_on(rank, Need { stage, unit, marks: excluded(kind) });
+        let earlier = first.map_or(String::new(), |first| format!(" after {first}"));
+        let rule = "expected each action once, and a backward either whole (B) or in parts (I and W)";
+        let message = format!("{place} comes again{earlier}: {rule}");
+        self.fault(FaultKind::Duplicate, message, std::iter::once(place).chain(first).collect())
+    }
+
+    fn no_other_end(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let message = format!(
+            "{place} has no other end: the neighbour of stage {} that it means is on no other rank; drop it",
+            place.action.stage
+        );
+        self.fault(FaultKind::Misplaced, message, vec![place])
+    }
+
+    fn unmet(&self, rank: usize, position: usize, need: Need, composite: std::ops::Range<usize>) -> PlanError {
+        let place = self.place(rank, position);
+        let needed = describe(need);
+        match self.find_on(rank, need).or_else(|| self.find(need)) {
+            Some(found) if found.rank as usize == rank && composite.contains(&found.position) => {
+                let message = format!(
+                    "{place} needs {found}, but both start together: take them apart, or declare that each part waits for its own input"
+                );
+                self.fault(FaultKind::Composite, message, vec![place, found])
+            }
+            Some(found) if found.rank as usize == rank => {
+                let message = format!("{place} comes before {found}, which it needs: swap them");
+                self.fault(FaultKind::Order, message, vec![place, found])
+            }
+            Some(found) => {
+                let message = format!("{place} needs {needed} on its own rank, but it is on rank {}", found.rank);
+                self.fault(FaultKind::Misplaced, message, vec![found, place])
+            }
+            None => {
+                let message = format!("{place} needs {needed} before it, and no rank has it: add it to rank {rank}");
+                self.fault(FaultKind::Missing, message, vec![place])
+            }
+        }
+    }
+
+    fn missing(&self, action: Action) -> PlanError {
+        let Action { kind, stage, microbatch: unit, .. } = action;
+        let rank = self.flow.rank[stage as usize];
+        let parts = if kind == ActionKind::Backward {
+            format!(" (or {stage}I{unit} and {stage}W{unit})")
+        } else {
+            String::new()
+        };
+        let message = format!("{action}{parts} is missing: expected it once on rank {rank}");
+        let marks = u8::MAX;
+        let witness =
+            self.find_on(rank as usize, Need { stage, unit, marks }).or_else(|| self.find(Need { stage, unit, marks }));
+        let near = witness
+            .or_else(|| (!self.schedule.programs()[rank as usize].is_empty()).then(|| self.place(rank as usize, 0)));
+        self.fault(FaultKind::Missing, message, near.into_iter().collect())
+    }
+
+    fn overwritten(&self, rank: usize, position: usize, held: u32) -> PlanError {
+        let place = self.place(rank, position);
+        let Action { kind, stage, slot, .. } = place.action;
+        let first = self.find_on(rank, Need { stage, unit: held, marks: bit(kind) });
+        let message = format!(
+            "{place} fills slot {slot} while the slot holds micro-batch {held}, which is read later only: give it a free slot"
+        );
+        self.fault(FaultKind::Slot, message, std::iter::once(place).chain(first).collect())
+    }
+
+    fn wrong_slot(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let Action { kind, stage, microbatch: unit, slot, .. } = place.action;
+        let receive = if kind == ActionKind::Forward { ActionKind::RecvForward } else { ActionKind::RecvBackward };
+        let filled = self.find_on(rank, Need { stage, unit, marks: bit(receive) });
+        let other = filled.map_or(String::new(), |filled| format!(" of slot {}", filled.action.slot));
+        let message = format!(
+            "{place} reads slot {slot}, which does not hold its input: expected the one{other} that its receive filled"
+        );
+        self.fault(FaultKind::Slot, message, std::iter::once(place).chain(filled).collect())
+    }
+}
+
+/// `2F0`, or `2B0 or 2I0`.
+fn describe(need: Need) -> String {
+    let kinds = ActionKind::ALL.into_iter().filter(|kind| kind.has_microbatch() && bit(*kind) & need.marks != 0);
+    let names: Vec<String> = kinds.map(|kind| Action::new(kind, need.stage, need.unit).to_string()).collect();
+    names.join(" or ")
+}
