@@ -5,4 +5,5 @@
 mod given;
 mod groups;
 mod layout;
+mod pipeline;
 mod shard_plan;
