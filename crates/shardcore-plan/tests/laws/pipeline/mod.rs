@@ -1,6 +1,7 @@
 //! Pipeline schedules: their closed forms, their faults and their communication.
 
 mod forms;
+mod mutants;
 mod published;
 
 use shardcore_plan::schedule::generate::{self, ScheduleName};
