@@ -11,6 +11,7 @@
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
 //! | [`check`] | whether a schedule can be executed, and the fewest actions that show why not |
 //! | [`simulate`] | when each action runs, what is idle and what is held |
+//! | [`render`] | pictures: text, SVG, a trace for Perfetto |
 
 pub mod action;
 pub mod check;
@@ -20,6 +21,7 @@ pub mod generate;
 pub mod lower;
 pub mod placement;
 pub mod program;
+pub mod render;
 pub mod simulate;
 
 mod flow;
