@@ -5,5 +5,4 @@
 mod given;
 mod groups;
 mod layout;
-mod pipeline;
 mod shard_plan;

@@ -3,8 +3,15 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
+mod delivery;
 mod format;
+mod forms;
 mod given;
 mod lowering;
+mod mutants;
+mod mutants_lowered;
+mod mutation;
 mod named;
+mod published;
 mod reference;
+mod timed;

@@ -29,7 +29,8 @@ pub enum Delivery {
     Batched,
     /// One rendezvous channel per pair of ranks, for both directions.
     PairFifo,
-    /// One queue per rank for all its sends and receives.
+    /// One queue per rank for all its sends and receives. What a rank computes behind a message reaches others only by
+    /// messages that the queue holds back, so this refuses the programs that `Blocking` refuses.
     OneFifo,
     /// Each send and receive waits for its partner before the rank goes on.
     Blocking,

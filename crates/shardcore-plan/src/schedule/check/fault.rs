@@ -21,8 +21,6 @@ pub enum FaultKind {
     Misplaced,
     /// Two actions of one rank stand in the wrong order.
     Order,
-    /// A composite joins actions of which one needs the other.
-    Composite,
     /// Actions of several ranks wait for each other.
     Deadlock,
     /// Two ends of a channel stand at different messages.

@@ -7,8 +7,7 @@ use super::fault::{Fault, FaultKind, Place};
 use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::flow::{Flow, NO_STAGE};
-use crate::schedule::program::{Gating, Schedule};
-use crate::schedule::simulate::composite_end;
+use crate::schedule::program::Schedule;
 
 /// No micro-batch: a free slot.
 const FREE: u32 = u32::MAX;
@@ -24,15 +23,12 @@ const fn bit(kind: ActionKind) -> u8 {
 pub(super) fn check(schedule: &Schedule) -> Result<()> {
     let flow = Flow::of(schedule.header());
     let seen = vec![0; flow.num_cells()];
-    let slots = vec![Vec::new(); 2 * flow.num_stages];
-    let mut pass = Pass { schedule, flow, seen, slots, together: schedule.header().gating == Gating::All };
+    let slots = Slots::new(schedule, &flow);
+    let mut pass = Pass { schedule, flow, seen, slots };
     for (rank, program) in schedule.programs().iter().enumerate() {
-        let mut position = 0;
-        while position < program.len() {
-            let end = if pass.together { composite_end(program, position) } else { position + 1 };
-            (position..end).try_for_each(|at| pass.admit(rank, at, position..end))?;
-            program[position..end].iter().for_each(|action| pass.mark(action));
-            position = end;
+        for (position, action) in program.iter().enumerate() {
+            pass.admit(rank, position)?;
+            pass.mark(action);
         }
     }
     pass.complete()
@@ -43,9 +39,7 @@ struct Pass<'a> {
     flow: Flow,
     /// The marks of each stage and micro-batch.
     seen: Vec<u8>,
-    /// The micro-batch in each receive slot of each stage, forward and backward.
-    slots: Vec<Vec<u32>>,
-    together: bool,
+    slots: Option<Slots>,
 }
 
 /// What an action needs before it on its rank: any kind of `marks` of a stage and micro-batch.
@@ -57,8 +51,8 @@ struct Need {
 }
 
 impl Pass<'_> {
-    /// Checks an action against what its rank has done before; `composite` are the positions that start with it.
-    fn admit(&mut self, rank: usize, position: usize, composite: std::ops::Range<usize>) -> Result<()> {
+    /// Checks an action against what its rank has done before. A part of a composite may need the parts before it.
+    fn admit(&mut self, rank: usize, position: usize) -> Result<()> {
         let action = self.schedule.programs()[rank][position];
         let stage = action.stage as usize;
         if self.flow.rank[stage] as usize != rank {
@@ -79,7 +73,7 @@ impl Pass<'_> {
         let (needs, count) = self.needs(action);
         for need in &needs[..count] {
             if self.seen[self.flow.cell(need.stage, need.unit)] & need.marks == 0 {
-                return Err(self.unmet(rank, position, *need, composite));
+                return Err(self.unmet(rank, position, *need));
             }
         }
         self.pass_slot(rank, position)
@@ -94,7 +88,7 @@ impl Pass<'_> {
 
     /// Whether the stage takes its input (or the gradient of its output) from another rank through a receive.
     fn receives(&self, stage: u32, neighbour: u32) -> bool {
-        self.schedule.is_lowered() && neighbour != NO_STAGE && self.flow.crosses(stage, neighbour)
+        self.slots.is_some() && crosses(&self.flow, stage, neighbour)
     }
 
     fn needs(&self, action: Action) -> ([Need; 3], usize) {
@@ -142,32 +136,26 @@ impl Pass<'_> {
         partner.is_some_and(|partner| self.flow.crosses(action.stage, partner.stage))
     }
 
-    /// Fills the slot of a receive; frees the one that a computation reads.
+    /// Follows the slots of receives to the computations that read them.
     fn pass_slot(&mut self, rank: usize, position: usize) -> Result<()> {
-        if !self.schedule.is_lowered() {
-            return Ok(());
-        }
         let action = self.schedule.programs()[rank][position];
+        let Some(slots) = &mut self.slots else { return Ok(()) };
+        let cell = self.flow.cell(action.stage, action.microbatch);
         let stage = action.stage as usize;
-        let side = match action.kind {
-            ActionKind::RecvForward => 0,
-            ActionKind::RecvBackward => 1,
-            ActionKind::Forward if self.receives(action.stage, self.flow.prev[stage]) => 0,
-            ActionKind::Backward | ActionKind::InputGrad if self.receives(action.stage, self.flow.next[stage]) => 1,
-            _ => return Ok(()),
+        let side = usize::from(matches!(action.kind, ActionKind::Forward | ActionKind::RecvForward));
+        let reads = match action.kind {
+            ActionKind::RecvForward | ActionKind::RecvBackward => {
+                return slots.fill(stage, side, &action, cell).map_err(|held| self.overwritten(rank, position, held));
+            }
+            ActionKind::Forward => crosses(&self.flow, action.stage, self.flow.prev[stage]),
+            ActionKind::Backward | ActionKind::InputGrad => crosses(&self.flow, action.stage, self.flow.next[stage]),
+            _ => false,
         };
-        let slots = &mut self.slots[2 * stage + side];
-        let slot = usize::from(action.slot);
-        if slot >= slots.len() {
-            slots.resize(slot + 1, FREE);
+        let fits = !reads || slots.holds(stage, side, &action);
+        if action.kind == slots.last_use || action.kind == ActionKind::Backward {
+            slots.release(stage, cell);
         }
-        let held = slots[slot];
-        if action.kind.is_recv() {
-            slots[slot] = action.microbatch;
-            return if held == FREE { Ok(()) } else { Err(self.overwritten(rank, position, held)) };
-        }
-        slots[slot] = FREE;
-        if held == action.microbatch { Ok(()) } else { Err(self.wrong_slot(rank, position)) }
+        if fits { Ok(()) } else { Err(self.wrong_slot(rank, position)) }
     }
 
     /// Nothing that a schedule needs is missing.
@@ -195,6 +183,56 @@ impl Pass<'_> {
             }
         }
         Ok(())
+    }
+}
+
+fn crosses(flow: &Flow, stage: u32, neighbour: u32) -> bool {
+    neighbour != NO_STAGE && flow.crosses(stage, neighbour)
+}
+
+/// What is in the receive slots of a lowered schedule. A slot is taken until the last computation of its micro-batch on
+/// the stage, because a backward reads the forward's input again.
+struct Slots {
+    /// The micro-batch in each slot of each stage: gradients, then inputs.
+    held: Vec<Vec<u32>>,
+    /// The slot that each micro-batch of each stage has: gradients, then inputs.
+    of: Vec<u16>,
+    last_use: ActionKind,
+}
+
+impl Slots {
+    fn new(schedule: &Schedule, flow: &Flow) -> Option<Self> {
+        let last_use = if schedule.is_forward_only() { ActionKind::Forward } else { ActionKind::WeightGrad };
+        let lowered = schedule.is_lowered().then(|| 2 * flow.num_cells());
+        lowered.map(|count| Self { held: vec![Vec::new(); 2 * flow.num_stages], of: vec![0; count], last_use })
+    }
+
+    /// Fills the slot of a receive, or gives the micro-batch that is still in it.
+    fn fill(&mut self, stage: usize, side: usize, receive: &Action, cell: usize) -> std::result::Result<(), u32> {
+        let slot = usize::from(receive.slot);
+        let held = &mut self.held[2 * stage + side];
+        if slot >= held.len() {
+            held.resize(slot + 1, FREE);
+        }
+        if held[slot] != FREE {
+            return Err(held[slot]);
+        }
+        held[slot] = receive.microbatch;
+        self.of[2 * cell + side] = receive.slot;
+        Ok(())
+    }
+
+    fn holds(&self, stage: usize, side: usize, reader: &Action) -> bool {
+        self.held[2 * stage + side].get(usize::from(reader.slot)) == Some(&reader.microbatch)
+    }
+
+    fn release(&mut self, stage: usize, cell: usize) {
+        for side in 0..2 {
+            let slot = usize::from(self.of[2 * cell + side]);
+            if let Some(held) = self.held[2 * stage + side].get_mut(slot) {
+                *held = FREE;
+            }
+        }
     }
 }
 
@@ -271,16 +309,10 @@ impl Pass<'_> {
         self.fault(FaultKind::Misplaced, message, vec![place])
     }
 
-    fn unmet(&self, rank: usize, position: usize, need: Need, composite: std::ops::Range<usize>) -> PlanError {
+    fn unmet(&self, rank: usize, position: usize, need: Need) -> PlanError {
         let place = self.place(rank, position);
         let needed = describe(need);
         match self.find_on(rank, need).or_else(|| self.find(need)) {
-            Some(found) if found.rank as usize == rank && composite.contains(&found.position) => {
-                let message = format!(
-                    "{place} needs {found}, but both start together: take them apart, or declare that each part waits for its own input"
-                );
-                self.fault(FaultKind::Composite, message, vec![place, found])
-            }
             Some(found) if found.rank as usize == rank => {
                 let message = format!("{place} comes before {found}, which it needs: swap them");
                 self.fault(FaultKind::Order, message, vec![place, found])
@@ -338,7 +370,7 @@ impl Pass<'_> {
 
 /// `2F0`, or `2B0 or 2I0`.
 fn describe(need: Need) -> String {
-    let kinds = ActionKind::ALL.into_iter().filter(|kind| kind.has_microbatch() && bit(*kind) & need.marks != 0);
+    let kinds = ActionKind::ALL.iter().copied().filter(|kind| kind.has_microbatch() && bit(*kind) & need.marks != 0);
     let names: Vec<String> = kinds.map(|kind| Action::new(kind, need.stage, need.unit).to_string()).collect();
     names.join(" or ")
 }

@@ -37,7 +37,7 @@ fn stages_a_rank(schedule: &Schedule) -> usize {
 
 /// The kinds of computation that a schedule has, in the order of the table.
 fn kinds(schedule: &Schedule) -> Vec<ActionKind> {
-    let computes = ActionKind::ALL.into_iter().filter(|kind| kind.is_compute());
+    let computes = ActionKind::ALL.iter().copied().filter(|kind| kind.is_compute());
     let used = |kind: &ActionKind| schedule.programs().iter().flatten().any(|action| action.kind == *kind);
     computes.filter(used).collect()
 }

@@ -119,16 +119,24 @@ fn row(out: &mut String, frame: &Frame, schedule: &Schedule, run: &Simulation, r
             end: frame.x(interval.end),
         };
         if next.end - next.start >= NARROW {
-            block.take().into_iter().for_each(|block| block.draw(out, y));
+            if let Some(block) = block.take() {
+                block.draw(out, y);
+            }
             cell(out, action, interval, &next, y);
             continue;
         }
         match &mut block {
             Some(block) if block.continues_in(&next) => block.end = next.end,
-            _ => block.replace(next).into_iter().for_each(|block| block.draw(out, y)),
+            _ => {
+                if let Some(block) = block.replace(next) {
+                    block.draw(out, y);
+                }
+            }
         }
     }
-    block.into_iter().for_each(|block| block.draw(out, y));
+    if let Some(block) = block {
+        block.draw(out, y);
+    }
 }
 
 /// One computation, or several narrow ones of one kind and stage in a row.

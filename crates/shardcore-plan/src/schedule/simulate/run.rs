@@ -242,10 +242,16 @@ impl Simulator {
         let index = self.ranks[rank].position;
         let stop = composite_end(program, index);
         let (mut start, mut sum) = (self.ranks[rank].clock, 0.0);
-        for action in &program[index..stop] {
+        for (part, action) in program[index..stop].iter().enumerate() {
             if let Some(cost) = self.cost(action) {
-                start = start.max(self.ready(rank, action)?);
+                let ready = match self.ready(rank, action) {
+                    Err(Stop::Message(_)) if self.is_made_by(&program[index..index + part], action) => 0.0,
+                    ready => ready?,
+                };
+                start = start.max(ready);
                 sum += cost;
+                // Parts behind may need this one; no other rank reads the mark.
+                self.done[self.flow.cell(action.stage, action.microbatch)] |= mark(action.kind);
             }
         }
         let cost = sum * self.costs.composite;
@@ -256,6 +262,18 @@ impl Simulator {
             self.complete(rank, action, end);
         }
         Ok(stop)
+    }
+
+    /// Whether one of the parts before makes what an action takes from its own rank.
+    fn is_made_by(&self, parts: &[Action], action: &Action) -> bool {
+        let stage = action.stage as usize;
+        let is_forward = action.kind == ActionKind::Forward;
+        let from = if is_forward { self.flow.prev[stage] } else { self.flow.next[stage] };
+        let makes = |part: &Action| {
+            (part.stage, part.microbatch) == (from, action.microbatch)
+                && mark(part.kind) == if is_forward { FORWARD_DONE } else { INPUT_GRAD_DONE }
+        };
+        parts.iter().any(makes)
     }
 
     /// The time of an action that computes.
@@ -404,6 +422,16 @@ impl Simulator {
             self.arrive(message, to_rank, arrival);
         }
         Ok(())
+    }
+}
+
+/// What a computation marks as done.
+#[inline]
+fn mark(kind: ActionKind) -> u8 {
+    match kind {
+        ActionKind::Forward => FORWARD_DONE,
+        ActionKind::Backward | ActionKind::InputGrad => INPUT_GRAD_DONE,
+        _ => 0,
     }
 }
 

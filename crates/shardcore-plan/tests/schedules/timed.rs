@@ -1,15 +1,11 @@
-//! Pipeline schedules: their closed forms, their faults and their communication.
-
-mod forms;
-mod mutants;
-mod published;
+//! Schedules with their costs and their simulation.
 
 use shardcore_plan::schedule::generate::{self, ScheduleName};
 use shardcore_plan::schedule::simulate::{Simulation, simulate};
 use shardcore_plan::schedule::{CostSpec, Costs, Schedule};
 
 /// A count of random cases: `some` in every run, `all` where `SHARDCORE_FULL=1` asks for the counts of the issue.
-pub(crate) fn cases(some: u32, all: u32) -> u32 {
+pub(crate) fn count(some: u32, all: u32) -> u32 {
     #[expect(clippy::disallowed_methods, reason = "tests may ask how much to test")]
     let full = std::env::var("SHARDCORE_FULL").is_ok_and(|value| value == "1");
     if full { all } else { some }

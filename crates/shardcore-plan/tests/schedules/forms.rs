@@ -1,12 +1,14 @@
 //! Every generated schedule passes the checker and equals its closed form, in exact arithmetic.
 
+#![allow(clippy::float_cmp, reason = "sums of whole numbers are exact")]
+
 use proptest::prelude::*;
 use shardcore_plan::schedule::check;
 use shardcore_plan::schedule::generate::{ChunkCount, ScheduleName};
 use shardcore_plan::schedule::simulate::peaks;
 use shardcore_plan::schedule::{CostSpec, Schedule};
 
-use super::{built, cases, costs_of, simulated};
+use crate::timed::{built, costs_of, count, simulated};
 
 /// The shape and the costs of one case: whole numbers that the number of chunks divides.
 #[derive(Clone, Debug)]
@@ -100,7 +102,7 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases(1_000, 20_000)) })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(count(1_000, 20_000)) })]
 
     #[test]
     fn generated_schedules_equal_their_closed_forms(case in any_case()) {

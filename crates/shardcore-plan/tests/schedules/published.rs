@@ -3,7 +3,7 @@
 use shardcore_plan::schedule::CostSpec;
 use shardcore_plan::schedule::generate::ScheduleName;
 
-use super::{built, simulated};
+use crate::timed::{built, simulated};
 
 /// p, m, (tF, tI, tW, c) in milliseconds, and the bubble rates of 1F1B, ZB-H1 and ZB-H2 over the span (Qi et al., "Zero
 /// Bubble Pipeline Parallelism", 2024, table 5).

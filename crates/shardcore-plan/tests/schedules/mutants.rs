@@ -1,56 +1,20 @@
 //! Programs with one fault of a known kind: the checker must refuse each of them.
 
 use proptest::prelude::*;
-use proptest::sample::Index;
-use proptest::test_runner::{TestCaseError, TestRunner};
 use shardcore_plan::PlanError;
-use shardcore_plan::schedule::check::{self, Fault, FaultKind};
-use shardcore_plan::schedule::generate::{ChunkCount, ScheduleName};
-use shardcore_plan::schedule::{Action, ActionKind, CostSpec, Schedule};
+use shardcore_plan::schedule::check::{self, FaultKind};
+use shardcore_plan::schedule::generate::ChunkCount;
+use shardcore_plan::schedule::simulate::peaks;
+use shardcore_plan::schedule::{Action, ActionKind, CostSpec, Schedule, ScheduleName};
 
-use super::{built, cases, costs_of};
+use crate::mutation::{Dice, Programs, find, kill, shift};
+use crate::timed::{built, costs_of};
 
-/// The programs of a schedule, to be changed.
-type Programs = Vec<Vec<Action>>;
-/// Breaks programs at random; `None` where a schedule has no place for the fault.
-type Mutation = fn(&Schedule, &mut Programs, &mut Dice) -> Option<()>;
-
-/// Random choices of one case.
-struct Dice(std::vec::IntoIter<Index>);
-
-impl Dice {
-    fn below(&mut self, count: usize) -> usize {
-        self.0.next().unwrap().index(count)
-    }
-
-    /// One of the places for which `wanted` holds.
-    fn place(&mut self, programs: &Programs, wanted: impl Fn(usize, usize, Action) -> bool) -> Option<(usize, usize)> {
-        let mut places = Vec::new();
-        for (rank, program) in programs.iter().enumerate() {
-            let fitting = (0..program.len()).filter(|&at| wanted(rank, at, program[at]));
-            places.extend(fitting.map(|at| (rank, at)));
-        }
-        if places.is_empty() { None } else { Some(places[self.below(places.len())]) }
-    }
-}
-
-fn any_schedule(names: Vec<ScheduleName>) -> impl Strategy<Value = Schedule> {
-    (prop::sample::select(names), 2_u32..=5, 1_u32..=4, 1_u32..=3).prop_map(|(name, ranks, rounds, chunks)| {
+fn any_of(names: &[ScheduleName]) -> impl Strategy<Value = Schedule> {
+    (prop::sample::select(names.to_vec()), 2_u32..=5, 1_u32..=4, 1_u32..=3).prop_map(|(name, ranks, rounds, chunks)| {
         let chunks = (name.num_chunks() == ChunkCount::Any).then_some(chunks);
         built(name, ranks, ranks * rounds, chunks)
     })
-}
-
-/// Where an action stands on a rank.
-fn find(program: &[Action], kinds: &[ActionKind], stage: u32, microbatch: u32) -> Option<usize> {
-    program
-        .iter()
-        .position(|action| kinds.contains(&action.kind) && (action.stage, action.microbatch) == (stage, microbatch))
-}
-
-fn shift(program: &mut Vec<Action>, from: usize, to: usize) {
-    let action = program.remove(from);
-    program.insert(to, action);
 }
 
 const GRADS: [ActionKind; 2] = [ActionKind::Backward, ActionKind::InputGrad];
@@ -159,59 +123,6 @@ fn memory_blow_up(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Opt
     Some(())
 }
 
-/// What the checker says of a mutant, built by `build` if its shape is valid.
-fn fault_of(error: PlanError) -> Result<Fault, TestCaseError> {
-    match error {
-        PlanError::InvalidSchedule(fault) => Ok(*fault),
-        other => Err(TestCaseError::fail(format!("not a fault of the schedule: {other}"))),
-    }
-}
-
-/// The failing cell is marked, and every action of the witness is where it is said to be.
-fn shows(fault: &Fault, mutant: &Schedule) -> Result<(), TestCaseError> {
-    prop_assert!(!fault.message.is_empty() && !fault.witness.is_empty(), "{fault}");
-    prop_assert_eq!(fault.cell, fault.witness.first().copied());
-    for place in &fault.witness {
-        prop_assert_eq!(mutant.program(place.rank).unwrap()[place.position], place.action);
-    }
-    prop_assert!(fault.grid.contains(&format!(">{}<", fault.witness[0].action)), "{fault}");
-    prop_assert!(fault.to_string().contains(&fault.grid));
-    Ok(())
-}
-
-/// Kills mutants of one kind until so many are dead.
-fn kill(
-    names: &[ScheduleName],
-    mutation: Mutation,
-    expected: &[FaultKind],
-    judge: fn(&Schedule, &Schedule) -> Result<(), PlanError>,
-) {
-    let mut runner = TestRunner::new_with_rng(
-        ProptestConfig {
-            cases: cases(200, 1_000),
-            failure_persistence: None,
-            max_global_rejects: 100_000,
-            ..ProptestConfig::default()
-        },
-        proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
-    );
-    let dice = prop::collection::vec(any::<Index>(), 8);
-    let outcome = runner.run(&(any_schedule(names.to_vec()), dice), |(schedule, dice)| {
-        let mut programs = schedule.programs().to_vec();
-        if mutation(&schedule, &mut programs, &mut Dice(dice.into_iter())).is_none() {
-            return Err(TestCaseError::reject("no place for this fault"));
-        }
-        let mutant = Schedule::new(schedule.header().clone(), programs).unwrap();
-        let Err(error) = judge(&schedule, &mutant) else {
-            return Err(TestCaseError::fail(format!("a mutant lives: {:?}", mutant.programs())));
-        };
-        let fault = fault_of(error)?;
-        prop_assert!(expected.contains(&fault.kind), "{fault}");
-        shows(&fault, &mutant)
-    });
-    outcome.unwrap();
-}
-
 fn by_check(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
     check::check(mutant)
 }
@@ -219,7 +130,7 @@ fn by_check(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
 /// Under the cap that the schedule before the mutation needs.
 fn by_memory(schedule: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
     let costs = costs_of(schedule, &CostSpec::default());
-    let peaks = shardcore_plan::schedule::simulate::peaks(schedule, &costs).unwrap();
+    let peaks = peaks(schedule, &costs).unwrap();
     check::memory(mutant, peaks.into_iter().fold(0.0, f64::max), &costs)
 }
 
@@ -235,41 +146,41 @@ const LINEAR: [ScheduleName; 5] = [
 #[test]
 fn dropped_ops() {
     let kinds = [FaultKind::Missing];
-    kill(&ScheduleName::ALL, drop_op, &kinds, by_check);
+    kill(any_of(ScheduleName::ALL), drop_op, &kinds, by_check);
 }
 
 #[test]
 fn relabelled_microbatches() {
     let kinds = [FaultKind::Missing, FaultKind::Duplicate, FaultKind::Order];
-    kill(&ScheduleName::ALL, relabel, &kinds, by_check);
+    kill(any_of(ScheduleName::ALL), relabel, &kinds, by_check);
 }
 
 #[test]
 fn backwards_before_their_forwards() {
-    kill(&ScheduleName::ALL, backward_before_forward, &[FaultKind::Order], by_check);
+    kill(any_of(ScheduleName::ALL), backward_before_forward, &[FaultKind::Order], by_check);
 }
 
 #[test]
 fn weight_gradients_before_input_gradients() {
-    kill(&SPLIT, weight_before_input, &[FaultKind::Order], by_check);
+    kill(any_of(&SPLIT), weight_before_input, &[FaultKind::Order], by_check);
 }
 
 #[test]
 fn ops_on_the_wrong_rank() {
-    kill(&ScheduleName::ALL, wrong_rank, &[FaultKind::Misplaced], by_check);
+    kill(any_of(ScheduleName::ALL), wrong_rank, &[FaultKind::Misplaced], by_check);
 }
 
 #[test]
 fn duplicate_ops() {
-    kill(&ScheduleName::ALL, duplicate, &[FaultKind::Duplicate, FaultKind::Order], by_check);
+    kill(any_of(ScheduleName::ALL), duplicate, &[FaultKind::Duplicate, FaultKind::Order], by_check);
 }
 
 #[test]
 fn cross_rank_cycles() {
-    kill(&LINEAR, cross_rank_cycle, &[FaultKind::Deadlock], by_check);
+    kill(any_of(&LINEAR), cross_rank_cycle, &[FaultKind::Deadlock], by_check);
 }
 
 #[test]
 fn memory_past_the_cap() {
-    kill(&ScheduleName::ALL, memory_blow_up, &[FaultKind::Memory], by_memory);
+    kill(any_of(ScheduleName::ALL), memory_blow_up, &[FaultKind::Memory], by_memory);
 }
