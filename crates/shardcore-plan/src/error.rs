@@ -69,6 +69,9 @@ pub enum PlanError {
     )]
     ScheduleChunks { name: &'static str, expected: u32, got: u32 },
 
+    #[error("schedule {name} has no closed form: build it with generate::build")]
+    NoClosedForm { name: &'static str },
+
     #[error("{got} programs for {num_ranks} ranks: a schedule has exactly one program a rank")]
     NumPrograms { got: usize, num_ranks: u32 },
 

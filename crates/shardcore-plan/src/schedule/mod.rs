@@ -25,6 +25,7 @@ pub mod render;
 pub mod simulate;
 
 mod flow;
+mod list;
 
 mod named;
 
@@ -32,6 +33,7 @@ pub use action::{Action, ActionKind};
 pub use costs::{Amount, CostSpec, Costs};
 pub use format::composite_text;
 pub use generate::{ScheduleName, build, rank_program};
+pub use list::Objective;
 pub use lower::{Lowering, OptimizerStep, ReduceTiming};
 pub use placement::Placement;
 pub use program::{CommModel, Gating, Header, Schedule};

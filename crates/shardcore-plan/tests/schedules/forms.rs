@@ -46,7 +46,6 @@ impl Case {
             ScheduleName::Gpipe | ScheduleName::OneForwardOneBackward | ScheduleName::EagerOneForwardOneBackward => {
                 return Some((ranks - 1) * whole);
             }
-            ScheduleName::SeqOneForwardOneBackward => (whole, true),
             ScheduleName::Interleaved => (whole, rounds),
             ScheduleName::LoopedBfs => {
                 // With fewer micro-batches than ranks, each chunk waits for the round to come back.
@@ -59,6 +58,7 @@ impl Case {
                 let bubble = (forward + input).saturating_sub(2 * forward.min(weight));
                 return (microbatches >= 2 * ranks - 1).then_some((ranks - 1) * bubble);
             }
+            _ => (whole, true),
         };
         valid.then_some((ranks - 1) * per_rank / chunks)
     }
@@ -83,13 +83,13 @@ impl Case {
             ScheduleName::ZbH1 => microbatches.min(ranks),
             ScheduleName::InterleavedZb => all.min(chunks * ranks),
             ScheduleName::ZbH2 => microbatches.min(2 * ranks - 1),
-            ScheduleName::SeqOneForwardOneBackward => all.min(behind + chunks),
+            _ => all.min(behind + chunks),
         }
     }
 }
 
 fn any_case() -> impl Strategy<Value = Case> {
-    let name = prop::sample::select(ScheduleName::ALL.to_vec());
+    let name = prop::sample::select(ScheduleName::CLOSED.to_vec());
     // Nothing, equal, and ratios of a thousand.
     let cost = prop::sample::select(vec![0_u32, 1, 1, 2, 3, 7, 1000]);
     let counts = (1_u32..=9, 1_u32..=24, 1_u32..=4);

@@ -14,7 +14,7 @@ pub(crate) fn cases(cases: u32) -> Config {
 }
 
 pub(crate) fn name() -> impl Strategy<Value = ScheduleName> {
-    prop::sample::select(ScheduleName::ALL.to_vec())
+    prop::sample::select(ScheduleName::CLOSED.to_vec())
 }
 
 /// Few and many micro-batches, also fewer than ranks and not divisible by them.

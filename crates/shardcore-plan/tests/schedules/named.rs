@@ -37,7 +37,7 @@ fn peak(name: ScheduleName, schedule: &Schedule, rank: u32) -> u32 {
         ZbH1 => p,
         ZbH2 => 2 * p - 1,
         InterleavedZb => p * v,
-        SeqOneForwardOneBackward => behind + v,
+        _ => behind + v,
     };
     wanted.min(m * v)
 }
@@ -189,7 +189,7 @@ fn the_last_rank_of_1f1b_starts_with_micro_batch_0() {
 /// Other generators refuse fewer micro-batches than ranks, or hang.
 #[test]
 fn fewer_micro_batches_than_ranks_train() {
-    for &name in ScheduleName::ALL {
+    for &name in ScheduleName::CLOSED {
         for m in 1..8 {
             run(&made(name, 8, m, 3), Times::UNIT).unwrap();
         }

@@ -49,6 +49,9 @@ impl ClosedForm {
         num_chunks: Option<u32>,
         group: u32,
     ) -> Result<Self> {
+        if !ScheduleName::CLOSED.contains(&name) {
+            return Err(PlanError::NoClosedForm { name: name.name() });
+        }
         let placement = name.placement(num_ranks, num_chunks)?;
         if group < num_ranks && name != ScheduleName::LoopedBfs {
             let (what, expected) = ("group of micro-batches", "at least num_ranks");
@@ -105,7 +108,7 @@ impl ClosedForm {
             ScheduleName::EagerOneForwardOneBackward | ScheduleName::ZbH2 => 2 * behind,
             ScheduleName::Interleaved => chunks_before.saturating_add(2 * behind),
             ScheduleName::InterleavedZb => chunks_before.saturating_add(behind),
-            ScheduleName::SeqOneForwardOneBackward => behind + self.header.num_slices - 1,
+            _ => behind + self.header.num_slices - 1,
         };
         wanted.min(self.num_turns())
     }

@@ -3,10 +3,14 @@
 //! | module | schedules |
 //! |---|---|
 //! | [`closed`] | those whose order on a rank is a closed form: one rank's program needs no other |
+//! | [`v_shape`] | those on the V placement, which adapt to the costs |
+//! | [`dual`] | those that overlap two streams of micro-batches |
 //! | [`evaluation`] | forward-only programs for every placement |
 
 pub mod closed;
+pub mod dual;
 pub mod evaluation;
+pub mod v_shape;
 
 use super::action::Action;
 use super::costs::CostSpec;
@@ -15,6 +19,7 @@ use super::placement::Placement;
 use super::program::Schedule;
 use crate::error::{PlanError, Result};
 use closed::ClosedForm;
+use v_shape::VSchedule;
 
 /// The named schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -40,6 +45,16 @@ pub enum ScheduleName {
     InterleavedZb,
     /// 1F1B over slices of the sequence (Sun et al., "`Seq1F1B`", 2024, section 3).
     SeqOneForwardOneBackward,
+    /// The V placement, without bubbles between a rank's first and last action at equal costs ([`v_shape`]).
+    ZbV,
+    /// The V placement in half the memory of 1F1B ([`v_shape`]).
+    VHalf,
+    /// The V placement in a third of the memory of 1F1B ([`v_shape`]).
+    VMin,
+    /// Two directions, two copies of the model ([`dual`]).
+    DualPipe,
+    /// Two streams on the V placement ([`dual`]).
+    DualPipeV,
 }
 
 named!(
@@ -55,10 +70,38 @@ named!(
         ZbH2 = "zb-h2",
         InterleavedZb = "interleaved-zb",
         SeqOneForwardOneBackward = "seq-1f1b",
+        ZbV = "zb-v",
+        VHalf = "v-half",
+        VMin = "v-min",
+        DualPipe = "dualpipe",
+        DualPipeV = "dualpipe-v",
     ]
 );
 
 impl ScheduleName {
+    /// Those whose order on a rank is a closed form: see [`closed`].
+    pub const CLOSED: &[Self] = &[
+        Self::Gpipe,
+        Self::OneForwardOneBackward,
+        Self::EagerOneForwardOneBackward,
+        Self::Interleaved,
+        Self::LoopedBfs,
+        Self::ZbH1,
+        Self::ZbH2,
+        Self::InterleavedZb,
+        Self::SeqOneForwardOneBackward,
+    ];
+
+    /// The schedule on the V placement of that name that adapts to the costs.
+    fn v_schedule(self) -> Option<VSchedule> {
+        match self {
+            Self::ZbV => Some(VSchedule::ZeroBubble),
+            Self::VHalf => Some(VSchedule::Half),
+            Self::VMin => Some(VSchedule::Min),
+            _ => None,
+        }
+    }
+
     /// Into how many chunks a rank's work on a micro-batch may be cut: exactly that many, or any number, by default 2.
     #[must_use]
     pub fn num_chunks(self) -> ChunkCount {
@@ -66,6 +109,7 @@ impl ScheduleName {
             Self::Interleaved | Self::LoopedBfs | Self::InterleavedZb | Self::SeqOneForwardOneBackward => {
                 ChunkCount::Any
             }
+            Self::ZbV | Self::VHalf | Self::VMin | Self::DualPipeV => ChunkCount::Exactly(2),
             _ => ChunkCount::Exactly(1),
         }
     }
@@ -78,6 +122,8 @@ impl ScheduleName {
         let num_chunks = self.resolve_chunks(num_chunks)?;
         match self {
             Self::SeqOneForwardOneBackward => Placement::looped(num_ranks, 1),
+            Self::ZbV | Self::VHalf | Self::VMin | Self::DualPipeV => Placement::v_shape(num_ranks),
+            Self::DualPipe => Placement::bidirectional(num_ranks),
             _ => Placement::looped(num_ranks, num_chunks),
         }
     }
@@ -120,8 +166,14 @@ pub fn build(
     num_chunks: Option<u32>,
     costs: Option<&CostSpec>,
 ) -> Result<Schedule> {
-    let _ = costs; // The order of the closed forms depends on counts alone.
-    ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.build()
+    name.resolve_chunks(num_chunks)?;
+    match (name, name.v_schedule()) {
+        (_, Some(schedule)) => v_shape::build(schedule, num_ranks, num_microbatches, costs),
+        (ScheduleName::DualPipe, _) => dual::dualpipe(num_ranks, num_microbatches),
+        (ScheduleName::DualPipeV, _) => dual::dualpipe_v(num_ranks, num_microbatches),
+        // The order of a closed form depends on counts alone.
+        _ => ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.build(),
+    }
 }
 
 /// The program of one rank of a named schedule, without those of the others where its order is a closed form.
@@ -136,6 +188,9 @@ pub fn rank_program(
     costs: Option<&CostSpec>,
     rank: u32,
 ) -> Result<Vec<Action>> {
-    let _ = costs;
-    ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.program(rank)
+    if ScheduleName::CLOSED.contains(&name) {
+        return ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.program(rank);
+    }
+    let schedule = build(name, num_ranks, num_microbatches, num_chunks, costs)?;
+    schedule.program(rank).map(<[Action]>::to_vec)
 }
