@@ -72,6 +72,14 @@ pub enum PlanError {
     #[error("schedule {name} has no closed form: build it with generate::build")]
     NoClosedForm { name: &'static str },
 
+    #[error(
+        "rank {rank} may hold {cap} and needs {needed} for one micro-batch: raise memory_cap, or make micro-batches or stages smaller"
+    )]
+    CapTooSmall { rank: usize, cap: String, needed: String },
+
+    #[error("a bidirectional placement has two chains: synthesis takes one; use the schedule dualpipe")]
+    OneChain,
+
     #[error("{got} programs for {num_ranks} ranks: a schedule has exactly one program a rank")]
     NumPrograms { got: usize, num_ranks: u32 },
 

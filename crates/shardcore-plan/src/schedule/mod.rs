@@ -10,6 +10,7 @@
 //! | [`format`](mod@format) | text, JSON, digest and table |
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
 //! | [`check`] | whether a schedule can be executed, and the fewest actions that show why not |
+//! | [`synthesize`] | a schedule for given costs, latency and memory, and how far it can be from the best |
 //! | [`simulate`] | when each action runs, what is idle and what is held |
 //! | [`render`] | pictures: text, SVG, a trace for Perfetto |
 
@@ -23,6 +24,7 @@ pub mod placement;
 pub mod program;
 pub mod render;
 pub mod simulate;
+pub mod synthesize;
 
 mod flow;
 mod list;
@@ -37,3 +39,4 @@ pub use list::Objective;
 pub use lower::{Lowering, OptimizerStep, ReduceTiming};
 pub use placement::Placement;
 pub use program::{CommModel, Gating, Header, Schedule};
+pub use synthesize::{Request, Synthesis, synthesize};

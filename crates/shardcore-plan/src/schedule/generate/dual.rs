@@ -59,7 +59,7 @@ fn header(name: &str, placement: Placement, num_microbatches: u32) -> Result<Hea
         return Err(PlanError::num_microbatches(num_microbatches));
     }
     let header = Header::new(name, placement, num_microbatches);
-    super::check_num_actions(&header)?;
+    header.check()?;
     Ok(header)
 }
 

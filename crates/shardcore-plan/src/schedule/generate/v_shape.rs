@@ -77,6 +77,16 @@ impl VSchedule {
     }
 }
 
+/// Whether a placement is the V.
+pub(crate) fn is_v(placement: &Placement) -> bool {
+    Placement::v_shape(placement.num_ranks()).is_ok_and(|v| v == *placement)
+}
+
+/// The building blocks of all three schedules.
+pub(crate) fn all_patterns(num_ranks: u32) -> Vec<Pattern> {
+    [VSchedule::ZeroBubble, VSchedule::Half, VSchedule::Min].iter().flat_map(|v| v.patterns(num_ranks)).collect()
+}
+
 /// Whether the two forwards and two input gradients of every rank fall on different units of the six that repeat.
 fn is_free_of_collisions(num_ranks: u32, [down, up, grad_up, grad_down]: [u32; 4], turns: [u32; 3]) -> bool {
     let last = num_ranks - 1;
@@ -101,7 +111,7 @@ pub fn build(schedule: VSchedule, num_ranks: u32, num_microbatches: u32, costs: 
         return Err(PlanError::num_microbatches(num_microbatches));
     }
     let header = Header::new(schedule.name(), placement, num_microbatches);
-    super::check_num_actions(&header)?;
+    header.check()?;
     let mut costs = Costs::new(costs.unwrap_or(&CostSpec::default()), &header.placement, 1)?;
     // The schedule's memory is a count of micro-batches, whatever their size is.
     costs.activation.fill(1.0);
@@ -128,13 +138,13 @@ fn find_order(schedule: VSchedule, problem: &Problem, costs: &Costs) -> Result<O
     if sample.num_ops() * TRIALS > BUDGET[0] {
         let short = shorter(schedule, problem, costs)?;
         let found = search_patterns(schedule, &short);
-        return Ok(try_best(problem, &found).map_or_else(|| one_by_one(problem), |found| found.order));
+        return Ok(try_best(problem, &found).map_or_else(|| problem.one_by_one(), |found| found.order));
     }
     let mut found = search_patterns(schedule, &sample);
     if few < problem.num_microbatches {
-        return Ok(try_best(problem, &found).map_or_else(|| one_by_one(problem), |found| found.order));
+        return Ok(try_best(problem, &found).map_or_else(|| problem.one_by_one(), |found| found.order));
     }
-    let Some(Found { order, score, .. }) = found.best.take() else { return Ok(one_by_one(problem)) };
+    let Some(Found { order, score, .. }) = found.best.take() else { return Ok(problem.one_by_one()) };
     let least = least_score(problem);
     match Improver::new(problem, &order, Goal::BOTH, 1) {
         Some(mut improver) if score > least => {
@@ -267,17 +277,4 @@ fn zero_bubble_order(problem: &Problem) -> Order {
         ops
     };
     (0..num_ranks).map(program).collect()
-}
-
-/// One micro-batch after another: what fits into any memory.
-fn one_by_one(problem: &Problem) -> Order {
-    let chunks = |rank: usize| (0..).take(problem.stages_of[rank].len());
-    let one = |rank: usize| {
-        let forwards = chunks(rank).map(|chunk| Op::new(OpKind::Forward, chunk));
-        let grads = chunks(rank).collect::<Vec<u16>>().into_iter().rev();
-        let backwards =
-            grads.flat_map(|chunk| [OpKind::InputGrad, OpKind::WeightGrad].map(|kind| Op::new(kind, chunk)));
-        forwards.chain(backwards).collect::<Vec<Op>>()
-    };
-    (0..problem.num_ranks).map(|rank| one(rank).repeat(problem.num_microbatches)).collect()
 }

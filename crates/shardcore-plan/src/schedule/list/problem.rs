@@ -114,6 +114,36 @@ impl Problem {
         Self { fused: true, ..self.clone() }
     }
 
+    /// The same pipeline, with memory for an activation's stash set aside from the start where a stash is larger: list
+    /// scheduling looks at the memory of forwards only.
+    pub(crate) fn cautious(&self) -> Self {
+        let activation = self.activation.iter().zip(&self.stash).map(|(&size, &stash)| size.max(stash)).collect();
+        Self { activation, ..self.clone() }
+    }
+
+    /// The memory that a rank needs for one micro-batch at a time.
+    pub(crate) fn least_memory(&self, rank: usize) -> f64 {
+        let mut below = 0.0;
+        let mut most = 0.0_f64;
+        for &stage in &self.stages_of[rank] {
+            // While the backwards come down the chain, the stages below still hold their activations.
+            most = most.max(below + self.stash[stage]);
+            below += self.activation[stage];
+        }
+        most.max(below)
+    }
+
+    /// One micro-batch after another, each weight gradient at once.
+    pub(crate) fn one_by_one(&self) -> Order {
+        let chunks = |rank: usize| self.stages_of[rank].iter().map(|&stage| self.chunk_of[stage]);
+        let one = |rank: usize| {
+            let forwards = chunks(rank).map(|chunk| Op::new(OpKind::Forward, chunk));
+            let backward = |chunk| [OpKind::InputGrad, OpKind::WeightGrad].map(|kind| Op::new(kind, chunk));
+            forwards.chain(chunks(rank).rev().flat_map(backward)).collect::<Vec<Op>>()
+        };
+        (0..self.num_ranks).map(|rank| one(rank).repeat(self.num_microbatches)).collect()
+    }
+
     pub(crate) fn num_stages(&self) -> usize {
         self.rank_of.len()
     }
