@@ -14,4 +14,5 @@ mod mutation;
 mod named;
 mod published;
 mod reference;
+mod simulation;
 mod timed;

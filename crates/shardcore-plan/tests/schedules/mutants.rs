@@ -3,18 +3,15 @@
 use proptest::prelude::*;
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::check::{self, FaultKind};
-use shardcore_plan::schedule::generate::ChunkCount;
 use shardcore_plan::schedule::simulate::peaks;
 use shardcore_plan::schedule::{Action, ActionKind, CostSpec, Schedule, ScheduleName};
 
 use crate::mutation::{Dice, Programs, find, kill, shift};
-use crate::timed::{built, costs_of};
+use crate::timed::{any_flat, costs_of, flat};
 
 fn any_of(names: &[ScheduleName]) -> impl Strategy<Value = Schedule> {
-    (prop::sample::select(names.to_vec()), 2_u32..=5, 1_u32..=4, 1_u32..=3).prop_map(|(name, ranks, rounds, chunks)| {
-        let chunks = (name.num_chunks() == ChunkCount::Any).then_some(chunks);
-        built(name, ranks, ranks * rounds, chunks)
-    })
+    (prop::sample::select(names.to_vec()), 2_u32..=5, 1_u32..=4, 1_u32..=3)
+        .prop_map(|(name, ranks, rounds, chunks)| flat(name, ranks, rounds, chunks))
 }
 
 const GRADS: [ActionKind; 2] = [ActionKind::Backward, ActionKind::InputGrad];
@@ -146,18 +143,18 @@ const LINEAR: [ScheduleName; 5] = [
 #[test]
 fn dropped_ops() {
     let kinds = [FaultKind::Missing];
-    kill(any_of(ScheduleName::CLOSED), drop_op, &kinds, by_check);
+    kill(any_flat(), drop_op, &kinds, by_check);
 }
 
 #[test]
 fn relabelled_microbatches() {
-    let kinds = [FaultKind::Missing, FaultKind::Duplicate, FaultKind::Order];
-    kill(any_of(ScheduleName::CLOSED), relabel, &kinds, by_check);
+    let kinds = [FaultKind::Missing, FaultKind::Duplicate, FaultKind::Order, FaultKind::Misplaced];
+    kill(any_flat(), relabel, &kinds, by_check);
 }
 
 #[test]
 fn backwards_before_their_forwards() {
-    kill(any_of(ScheduleName::CLOSED), backward_before_forward, &[FaultKind::Order], by_check);
+    kill(any_flat(), backward_before_forward, &[FaultKind::Order], by_check);
 }
 
 #[test]
@@ -167,12 +164,12 @@ fn weight_gradients_before_input_gradients() {
 
 #[test]
 fn ops_on_the_wrong_rank() {
-    kill(any_of(ScheduleName::CLOSED), wrong_rank, &[FaultKind::Misplaced], by_check);
+    kill(any_flat(), wrong_rank, &[FaultKind::Misplaced], by_check);
 }
 
 #[test]
 fn duplicate_ops() {
-    kill(any_of(ScheduleName::CLOSED), duplicate, &[FaultKind::Duplicate, FaultKind::Order], by_check);
+    kill(any_flat(), duplicate, &[FaultKind::Duplicate, FaultKind::Order], by_check);
 }
 
 #[test]
@@ -182,5 +179,5 @@ fn cross_rank_cycles() {
 
 #[test]
 fn memory_past_the_cap() {
-    kill(any_of(ScheduleName::CLOSED), memory_blow_up, &[FaultKind::Memory], by_memory);
+    kill(any_flat(), memory_blow_up, &[FaultKind::Memory], by_memory);
 }

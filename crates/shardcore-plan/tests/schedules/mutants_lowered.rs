@@ -3,18 +3,24 @@
 use proptest::prelude::*;
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
-use shardcore_plan::schedule::generate::ChunkCount;
-use shardcore_plan::schedule::{Action, ActionKind, Lowering, Schedule, ScheduleName};
+use shardcore_plan::schedule::{Action, ActionKind, Lowering, OptimizerStep, ReduceTiming, Schedule};
 
 use crate::mutation::{Dice, Programs, find, kill, shift};
-use crate::timed::built;
+use crate::timed::any_flat;
 
 fn any_lowered() -> impl Strategy<Value = Schedule> {
-    let name = prop::sample::select(ScheduleName::ALL.to_vec());
-    (name, 2_u32..=5, 1_u32..=3, 1_u32..=3, 1_u32..=3).prop_map(|(name, ranks, rounds, chunks, ahead)| {
-        let chunks = (name.num_chunks() == ChunkCount::Any).then_some(chunks);
-        let lowering = Lowering { receives_ahead: ahead, ..Lowering::default() };
-        built(name, ranks, ranks * rounds, chunks).lower(&lowering).unwrap()
+    (any_flat(), 1_u32..=3).prop_map(|(schedule, receives_ahead)| {
+        schedule.lower(&Lowering { receives_ahead, ..Lowering::default() }).unwrap()
+    })
+}
+
+/// Lowered for `ZeRO`-3 with an optimizer step.
+fn any_sharded() -> impl Strategy<Value = Schedule> {
+    let optimizer = prop::sample::select(vec![OptimizerStep::Barrier, OptimizerStep::PostValidation]);
+    let reduce = prop::sample::select(ReduceTiming::ALL);
+    (any_flat(), optimizer, reduce).prop_map(|(schedule, optimizer, reduce)| {
+        let lowering = Lowering { zero_stage: Some(3), optimizer, reduce, ..Lowering::default() };
+        schedule.lower(&lowering).unwrap()
     })
 }
 
@@ -98,6 +104,31 @@ fn wrong_slot(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<
     Some(())
 }
 
+fn is_sharding(action: Action) -> bool {
+    !action.kind.has_microbatch() && action.kind != ActionKind::TiedReduce
+}
+
+fn drop_sharding(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| is_sharding(action))?;
+    programs[rank].remove(at);
+    Some(())
+}
+
+/// A reduction or an optimizer step before the last weight gradient of its stage.
+fn early_sharding(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let once = schedule.lowering()?.reduce == ReduceTiming::Once;
+    let (rank, at) = dice.place(programs, |_, _, action| {
+        action.kind == ActionKind::Optimizer || (once && action.kind == ActionKind::Reduce)
+    })?;
+    let stage = programs[rank][at].stage;
+    let makes =
+        |action: &Action| action.stage == stage && matches!(action.kind, ActionKind::Backward | ActionKind::WeightGrad);
+    let last = programs[rank].iter().rposition(makes)?;
+    let to = dice.below(last + 1);
+    shift(&mut programs[rank], at, to);
+    Some(())
+}
+
 /// Under the communication that the header declares.
 fn by_check(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
     check::check(mutant)
@@ -143,4 +174,14 @@ fn receives_posted_late() {
 #[test]
 fn receives_into_another_slot() {
     kill(any_lowered(), wrong_slot, &[FaultKind::Slot], by_check);
+}
+
+#[test]
+fn dropped_gathers_releases_reductions_and_steps() {
+    kill(any_sharded(), drop_sharding, &[FaultKind::Missing, FaultKind::Sharding], by_check);
+}
+
+#[test]
+fn reductions_and_steps_before_the_last_gradient() {
+    kill(any_sharded(), early_sharding, &[FaultKind::Sharding], by_check);
 }

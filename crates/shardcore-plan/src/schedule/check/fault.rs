@@ -27,6 +27,8 @@ pub enum FaultKind {
     Mismatch,
     /// A receive slot is filled before it is read, or another one is read.
     Slot,
+    /// A gather, a reduction or an optimizer step stands where its stage cannot use it.
+    Sharding,
     /// A rank holds more than the memory cap.
     Memory,
 }

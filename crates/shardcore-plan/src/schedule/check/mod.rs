@@ -15,6 +15,7 @@ mod delivery;
 mod fault;
 mod grid;
 mod memory_cap;
+mod sharding;
 mod structure;
 
 pub use delivery::Delivery;
@@ -38,12 +39,14 @@ pub fn check(schedule: &Schedule) -> Result<()> {
 }
 
 /// Checks that each action is there once, on its rank and behind what it needs on that rank; that composites can
-/// start; and that receive slots are read before they are filled again.
+/// start; that receive slots are read before they are filled again; and that a lowered schedule gathers, reduces and
+/// steps as its lowering says.
 ///
 /// # Errors
 /// [`PlanError::InvalidSchedule`] with the first fault.
 pub fn structure(schedule: &Schedule) -> Result<()> {
-    structure::check(schedule)
+    structure::check(schedule)?;
+    sharding::check(schedule)
 }
 
 /// Checks that the ranks do not wait for each other even if no message ever waits.
