@@ -4,17 +4,26 @@ use proptest::prelude::*;
 use proptest::test_runner::Config;
 use shardcore_plan::schedule::{Action, ActionKind, Header, Placement, Schedule, ScheduleName};
 
+use crate::named::made;
 use crate::reference::Times;
+use crate::timed::count;
 
 /// `cases` of a property in `make test`; sixty-four times as many in `make test-full`.
 pub(crate) fn cases(cases: u32) -> Config {
-    #[expect(clippy::disallowed_methods, reason = "tests may be told to do more")]
-    let full = std::env::var("SHARDCORE_FULL").is_ok_and(|value| value == "1");
-    Config { cases: if full { cases * 64 } else { cases }, ..Config::default() }
+    Config { cases: count(cases, cases * 64), failure_persistence: None, ..Config::default() }
 }
 
+/// A schedule whose order is a closed form.
 pub(crate) fn name() -> impl Strategy<Value = ScheduleName> {
     prop::sample::select(ScheduleName::CLOSED.to_vec())
+}
+
+/// Any named schedule, of few ranks and micro-batches.
+pub(crate) fn named() -> impl Strategy<Value = Schedule> {
+    (prop::sample::select(ScheduleName::ALL.to_vec()), counts()).prop_map(|(name, (p, m, v))| {
+        let p = if name == ScheduleName::DualPipe { p.next_multiple_of(2) } else { p };
+        made(name, p, m, v)
+    })
 }
 
 /// Few and many micro-batches, also fewer than ranks and not divisible by them.
