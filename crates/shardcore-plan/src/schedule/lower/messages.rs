@@ -4,8 +4,9 @@ use super::Inserted;
 use super::times::{Direction, Times, composites};
 use crate::schedule::action::{Action, ActionKind};
 
-/// The place of a message in the one order of all messages: the time at which it is sent, then what it is.
-type Order = (u32, u32, u32);
+/// The place of a message in the one order of all messages: the time at which it is sent, then what it is. No two have
+/// the same.
+type Order = (u64, u32);
 
 /// A send or a receive of one rank.
 #[derive(Clone, Copy)]
@@ -17,59 +18,59 @@ struct Message {
     latest: u32,
 }
 
-/// Plans the messages of rank after rank.
+/// Plans the messages of rank after rank. What is used anew for each rank keeps its memory.
 pub(super) struct Messages<'a> {
     times: &'a Times,
     receives_ahead: usize,
-    /// For each stage and direction, the gaps behind the computations that used a receive of the rank at hand.
+    planned: Vec<Message>,
+    /// For each stage of the rank at hand and direction, the gaps behind the computations that used a receive.
     used: Vec<Vec<u32>>,
 }
 
 impl<'a> Messages<'a> {
     pub(super) fn new(times: &'a Times, receives_ahead: u32) -> Self {
-        Self { times, receives_ahead: receives_ahead as usize, used: vec![Vec::new(); 2 * times.links.len()] }
+        Self { times, receives_ahead: receives_ahead as usize, planned: Vec::new(), used: Vec::new() }
     }
 
-    /// The sends and receives of a rank, in their order.
-    pub(super) fn of_rank(&mut self, rank: u32, program: &[Action]) -> Vec<Inserted> {
-        let mut messages = self.collect(rank, program);
-        messages.sort_by_key(|message| message.order);
+    /// The sends and receives of a rank that holds these stages, in their order.
+    pub(super) fn of_rank(&mut self, rank: u32, stages: &[u32], program: &[Action]) -> Vec<Inserted> {
+        self.collect(rank, stages, program);
+        self.planned.sort_unstable_by_key(|message| message.order);
         let mut latest = u32::MAX;
-        for message in messages.iter_mut().rev() {
+        for message in self.planned.iter_mut().rev() {
             latest = latest.min(message.latest);
             message.latest = latest;
         }
         let mut gap = 0;
-        let place = |message: Message| {
+        let place = |message: &Message| {
             gap = message.earliest.clamp(gap, message.latest.max(gap));
             Inserted { gap, action: message.action }
         };
-        messages.into_iter().map(place).collect()
+        self.planned.iter().map(place).collect()
     }
 
     /// The messages in the order of the program.
-    fn collect(&mut self, rank: u32, program: &[Action]) -> Vec<Message> {
-        let mut messages = Vec::with_capacity(2 * program.len());
+    fn collect(&mut self, rank: u32, stages: &[u32], program: &[Action]) {
+        self.planned.clear();
+        self.used.iter_mut().for_each(Vec::clear);
+        self.used.resize(2 * stages.len(), Vec::new());
         for (before, after, composite) in composites(program) {
             for &action in composite {
-                messages.extend(self.receive(rank, action, before, after));
-                messages.extend(self.send(rank, action, after));
+                let receive = stages.binary_search(&action.stage).ok();
+                let receive = receive.and_then(|local| self.receive(rank, local, action, [before, after]));
+                self.planned.extend(receive);
+                self.planned.extend(self.send(rank, action, after));
             }
         }
-        for action in program {
-            self.used[2 * action.stage as usize].clear();
-            self.used[2 * action.stage as usize + 1].clear();
-        }
-        messages
     }
 
-    fn receive(&mut self, rank: u32, action: Action, before: u32, after: u32) -> Option<Message> {
+    fn receive(&mut self, rank: u32, local: usize, action: Action, [before, after]: [u32; 2]) -> Option<Message> {
         let (direction, source) = self.times.source(action).filter(|(_, source)| source.rank != rank)?;
         let kind = match direction {
             Direction::Forward => ActionKind::RecvForward,
             Direction::Backward => ActionKind::RecvBackward,
         };
-        let used = &mut self.used[2 * action.stage as usize + direction as usize];
+        let used = &mut self.used[2 * local + direction as usize];
         let earliest = used.len().checked_sub(self.receives_ahead).map_or(0, |turn| used[turn]);
         used.push(after);
         Some(Message {
@@ -96,6 +97,7 @@ impl<'a> Messages<'a> {
 
     /// `stage` is the one that sends, so both ends of a message have the same place.
     fn order(&self, direction: Direction, stage: u32, unit: u32) -> Order {
-        (self.times.end(direction, stage, unit), 2 * stage + direction as u32, unit)
+        let (time, stream) = (self.times.end(direction, stage, unit), 2 * stage + direction as u32);
+        (u64::from(time) << 32 | u64::from(stream), unit)
     }
 }

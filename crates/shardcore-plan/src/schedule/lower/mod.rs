@@ -52,8 +52,10 @@ impl Schedule {
         let (mut messages, mut slots) = (Messages::new(&times, lowering.receives_ahead), Slots::new(self));
         let sharding = Sharding::new(self, lowering);
         let lowered = |(rank, program): (u32, &Vec<Action>)| {
-            let mut lowered = merge(program, &messages.of_rank(rank, program), &sharding.of_rank(rank, program));
-            slots.assign(&mut lowered, self.placement().stages_of(rank).len())?;
+            let stages = self.placement().stages_of(rank);
+            let messages = messages.of_rank(rank, stages, program);
+            let mut lowered = merge(program, &messages, &sharding.of_rank(rank, program));
+            slots.assign(&mut lowered, stages.len())?;
             Ok(lowered)
         };
         let programs = (0..self.num_ranks()).zip(self.programs()).map(lowered).collect::<Result<_>>()?;

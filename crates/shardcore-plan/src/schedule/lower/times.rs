@@ -43,7 +43,7 @@ impl Times {
     /// # Errors
     /// [`PlanError::BadAction`] for an action that can never run.
     pub(super) fn new(schedule: &Schedule, window: u32) -> Result<Self> {
-        let limited = Run::new(schedule, Self::empty(schedule), Some(window as usize)).finish()?;
+        let limited = Run::new(schedule, Self::empty(schedule), Some(Waiting::new(schedule, window))).finish()?;
         limited.map_or_else(|_| Run::new(schedule, Self::empty(schedule), None).finish()?, Ok)
     }
 
@@ -142,11 +142,40 @@ struct Run<'a> {
     clocks: Vec<u32>,
     /// The ranks that wait for each rank.
     waiters: Vec<Vec<u32>>,
-    /// The most inputs that may wait at a stage, if there is a limit.
-    window: Option<usize>,
-    /// For each stage and direction, how many inputs other ranks have made, and when each was used.
+    /// The inputs that wait at each stage, if there is a limit.
+    waiting: Option<Waiting>,
+}
+
+/// How many inputs other ranks have made for each stage and direction, and when the latest of them were used.
+struct Waiting {
+    /// The most inputs that may wait, at least 1.
+    window: usize,
     made: Vec<usize>,
-    used: Vec<Vec<u32>>,
+    used: Vec<usize>,
+    /// When the last `window` inputs of each stage and direction were used, in a ring.
+    ends: Vec<u32>,
+}
+
+impl Waiting {
+    fn new(schedule: &Schedule, window: u32) -> Self {
+        let window = window.min(schedule.header().num_units()) as usize;
+        let num_streams = 2 * schedule.num_stages() as usize;
+        Self { window, made: vec![0; num_streams], used: vec![0; num_streams], ends: vec![0; num_streams * window] }
+    }
+
+    /// When there was room for the next input; `None` while there is none.
+    fn room(&self, stream: usize) -> Option<u32> {
+        match self.made[stream].checked_sub(self.window) {
+            None => Some(0),
+            Some(turn) if turn < self.used[stream] => Some(self.ends[stream * self.window + turn % self.window]),
+            Some(_) => None,
+        }
+    }
+
+    fn take(&mut self, stream: usize, end: u32) {
+        self.ends[stream * self.window + self.used[stream] % self.window] = end;
+        self.used[stream] += 1;
+    }
 }
 
 /// The input of a stage in one direction.
@@ -155,11 +184,10 @@ fn stream(direction: Direction, stage: u32) -> usize {
 }
 
 impl<'a> Run<'a> {
-    fn new(schedule: &'a Schedule, times: Times, window: Option<usize>) -> Self {
-        let (num_ranks, num_streams) = (schedule.num_ranks() as usize, 2 * schedule.num_stages() as usize);
+    fn new(schedule: &'a Schedule, times: Times, waiting: Option<Waiting>) -> Self {
+        let num_ranks = schedule.num_ranks() as usize;
         let (positions, clocks, waiters) = (vec![0; num_ranks], vec![0; num_ranks], vec![Vec::new(); num_ranks]);
-        let (made, used) = (vec![0; num_streams], vec![Vec::new(); num_streams]);
-        Self { schedule, times, positions, clocks, waiters, window, made, used }
+        Self { schedule, times, positions, clocks, waiters, waiting }
     }
 
     /// The times, or why all ranks wait.
@@ -224,14 +252,13 @@ impl<'a> Run<'a> {
 
     /// When the stage that gets an action's output had room for it.
     fn room(&self, rank: u32, action: Action) -> Result<u32, Blocked> {
-        let (Some(window), Some((direction, target))) = (self.window, self.times.target(action)) else { return Ok(0) };
-        let stream = stream(direction, target.stage);
-        match self.made[stream].checked_sub(window) {
-            Some(turn) if target.rank != rank => {
-                self.used[stream].get(turn).copied().ok_or(Blocked::By { rank: target.rank })
-            }
-            _ => Ok(0),
+        let (Some(waiting), Some((direction, target))) = (&self.waiting, self.times.target(action)) else {
+            return Ok(0);
+        };
+        if target.rank == rank {
+            return Ok(0);
         }
+        waiting.room(stream(direction, target.stage)).ok_or(Blocked::By { rank: target.rank })
     }
 
     /// What the rank itself must have done before, and not done yet.
@@ -262,11 +289,13 @@ impl<'a> Run<'a> {
         let duration = composite.iter().map(|action| if action.kind == ActionKind::Backward { 2 } else { 1 });
         let end = start + duration.sum::<u32>();
         for &action in composite {
-            if let Some((direction, _)) = self.times.source(action).filter(|(_, source)| source.rank != rank) {
-                self.used[stream(direction, action.stage)].push(end);
-            }
-            if let Some((direction, target)) = self.times.target(action) {
-                self.made[stream(direction, target.stage)] += 1;
+            if let Some(waiting) = &mut self.waiting {
+                if let Some((direction, _)) = self.times.source(action).filter(|(_, source)| source.rank != rank) {
+                    waiting.take(stream(direction, action.stage), end);
+                }
+                if let Some((direction, target)) = self.times.target(action) {
+                    waiting.made[stream(direction, target.stage)] += 1;
+                }
             }
             let cell = self.times.cell(action.stage, action.microbatch);
             match action.kind {
