@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
+mod bound;
 mod dual;
+mod laws;
+mod optima;
 mod v_shape;
 
 use shardcore_plan::schedule::simulate::{Simulation, simulate};
@@ -22,4 +25,42 @@ fn simulated(schedule: &Schedule, spec: &CostSpec) -> Simulation {
 /// The most that any rank holds.
 fn peak(run: &Simulation) -> f64 {
     run.peak.iter().copied().fold(0.0, f64::max)
+}
+
+/// Seeded random numbers (splitmix64): the same on every machine.
+struct Dice(u64);
+
+impl Dice {
+    fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// A number in `[0, 1)`.
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut bits = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        f64::from(u32::try_from((bits ^ (bits >> 31)) >> 32).unwrap()) / 4_294_967_296.0
+    }
+
+    /// A whole number in `[0, bound)`.
+    fn below(&mut self, bound: impl Into<f64>) -> f64 {
+        (self.unit() * bound.into()).floor()
+    }
+
+    /// Uneven stages, sometimes free ones, a latency, and sometimes a fused backward.
+    fn costs(&mut self, stages: usize) -> CostSpec {
+        let mut uneven = || -> Vec<f64> { (0..stages).map(|_| self.below(8) * 0.25 + 0.25).collect() };
+        let (forward, input, mut weight) = (uneven(), uneven(), uneven());
+        if self.below(8) < 1.0 {
+            weight[0] = 0.0;
+        }
+        let mut costs = CostSpec::default().with_hop(self.below(5) * 0.25);
+        if self.below(4) < 1.0 {
+            let fused = input.iter().zip(&weight).map(|(input, weight)| 0.9 * (input + weight));
+            costs.fused_backward = Some(fused.collect::<Vec<f64>>().into());
+        }
+        (costs.forward, costs.input_grad, costs.weight_grad) = (forward.into(), input.into(), weight.into());
+        costs
+    }
 }

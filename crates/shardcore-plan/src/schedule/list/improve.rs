@@ -7,6 +7,26 @@ use super::timing::{Goal, Timing, Workspace};
 /// Where an op stands: its rank and its position there.
 type Place = (usize, usize);
 
+/// How often the search starts again from its best.
+const ROUNDS: usize = 4;
+
+/// How much worse the score may become by one move, in units of an average op.
+const MOST_WORSE: f64 = 0.5;
+
+/// How far an op moves at most.
+const FARTHEST: usize = 8;
+
+/// On the critical path, an op waits for the one before it on its rank: it could run earlier, or that one later.
+#[derive(Clone, Copy)]
+struct Move {
+    rank: usize,
+    position: usize,
+    /// The first position at which its inputs are there.
+    earliest: usize,
+    /// The last position of the one before it, ahead of what needs its result.
+    latest: usize,
+}
+
 /// The state of a local search.
 pub(crate) struct Improver<'a> {
     problem: &'a Problem,
@@ -15,8 +35,8 @@ pub(crate) struct Improver<'a> {
     rng: Rng,
     order: Order,
     score: f64,
-    /// The ops on the critical path that wait for the op before them on their rank.
-    critical: Vec<Place>,
+    /// How the ops on the critical path could give way.
+    moves: Vec<Move>,
     best: (f64, Order, Timing),
 }
 
@@ -28,25 +48,35 @@ impl<'a> Improver<'a> {
         let score = score(&timing, goal);
         let best = (score, order.to_vec(), timing);
         let rng = Rng::new(seed);
-        let mut search = Self { problem, goal, space, rng, order: order.to_vec(), score, critical: Vec::new(), best };
+        let mut search = Self { problem, goal, space, rng, order: order.to_vec(), score, moves: Vec::new(), best };
         search.find_critical();
         Some(search)
     }
 
-    /// Moves ops until `budget` ops have been placed or the goal's score is at most `least`.
+    /// Moves ops until `budget` ops have been placed or the goal's score is at most `least`: a few rounds, each from the
+    /// best so far and at first ready to become worse.
     pub(crate) fn run(&mut self, budget: usize, least: f64) {
         let num_ops: usize = self.order.iter().map(Vec::len).sum();
-        let rounds = budget / num_ops.max(1);
-        let mean_time = self.problem.interval() / 3.0;
-        for round in 0..rounds {
-            if self.goal.score(&self.best.2) <= least || self.critical.is_empty() {
-                return;
+        let steps = budget / num_ops.max(1) / ROUNDS;
+        let most_worse = MOST_WORSE * self.problem.interval() / 3.0;
+        for _ in 0..ROUNDS {
+            for step in 0..steps {
+                if self.goal.score(&self.best.2) <= least || self.moves.is_empty() {
+                    return;
+                }
+                #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+                let left = 1.0 - step as f64 / steps as f64;
+                self.step(most_worse * left * left);
             }
-            #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-            let left = 1.0 - round as f64 / rounds as f64;
-            let tolerance = 0.3 * mean_time * left * left * self.rng.unit();
-            self.step(tolerance);
+            self.start_from_best();
         }
+    }
+
+    fn start_from_best(&mut self) {
+        self.order.clone_from(&self.best.1);
+        self.score = self.best.0;
+        self.space.replay(self.problem, &self.order);
+        self.find_critical();
     }
 
     /// The best order so far.
@@ -54,17 +84,18 @@ impl<'a> Improver<'a> {
         (self.best.1, self.best.2)
     }
 
-    fn step(&mut self, tolerance: f64) {
-        let (rank, position) = self.critical[self.rng.below(self.critical.len())];
-        let length = self.order[rank].len();
-        let distance = 1 + self.rng.below(6);
-        // Either the critical op comes earlier, or the one before it goes later.
+    /// Makes a random move and keeps it if the score becomes worse by at most a random part of `most_worse`.
+    fn step(&mut self, most_worse: f64) {
+        let tolerance = most_worse * self.rng.unit();
+        let Move { rank, position, earliest, latest } = self.moves[self.rng.below(self.moves.len())];
+        let distance = 1 + self.rng.below(FARTHEST);
         let (from, to) = if self.rng.unit() < 0.5 {
-            (position, position.saturating_sub(distance))
+            (position, position.saturating_sub(distance).max(earliest))
         } else {
-            (position - 1, (position - 1 + distance).min(length - 1))
+            (position - 1, (position - 1 + distance).min(latest))
         };
-        if from == to {
+        let between = &self.order[rank][from.min(to)..=from.max(to)];
+        if from == to || between.iter().all(|op| *op == between[0]) {
             return;
         }
         shift(&mut self.order[rank], from, to);
@@ -84,7 +115,7 @@ impl<'a> Improver<'a> {
 
     /// Follows the chain of ops without slack back from the last end.
     fn find_critical(&mut self) {
-        self.critical.clear();
+        self.moves.clear();
         let last = |rank: &usize| {
             let start = if self.goal.makespan == 0.0 { self.space.first_start[*rank] } else { 0.0 };
             self.space.clock[*rank] - start
@@ -96,7 +127,7 @@ impl<'a> Improver<'a> {
             let (rank, position) = place;
             let start = self.start(place);
             if position > 0 && start <= self.end((rank, position - 1)) {
-                self.critical.push(place);
+                self.moves.push(self.possible_move(place));
                 place = (rank, position - 1);
             } else if let Some(input) = self.input_of(place) {
                 place = input;
@@ -104,6 +135,28 @@ impl<'a> Improver<'a> {
                 return;
             }
         }
+    }
+
+    fn possible_move(&self, place: Place) -> Move {
+        let (rank, position) = place;
+        let microbatch = |position: usize| self.space.trace[rank][position].1;
+        let cell =
+            |position: usize| self.stage((rank, position)) * self.problem.num_microbatches + microbatch(position);
+        let [forwards, grads] = &self.space.position_of;
+        let made_at = match self.order[rank][position].kind() {
+            OpKind::Forward => None,
+            OpKind::InputGrad | OpKind::Backward => Some(forwards[cell(position)]),
+            OpKind::WeightGrad => Some(grads[cell(position)]),
+        };
+        let arrival = self.input_of(place).map_or(0.0, |input| self.end(input));
+        let floor = made_at.map_or(0, |made_at| made_at + 1);
+        let late = (floor..position).rev().take_while(|&at| self.start((rank, at)) >= arrival).last();
+        let before = position - 1;
+        let used_at = match self.order[rank][before].kind() {
+            OpKind::Forward => grads[cell(before)],
+            _ => self.order[rank].len(),
+        };
+        Move { rank, position, earliest: late.unwrap_or(position).saturating_sub(1).max(floor), latest: used_at - 1 }
     }
 
     fn stage(&self, (rank, position): Place) -> usize {

@@ -201,14 +201,14 @@ impl Problem {
 
     fn program(&self, rank: usize, ops: &[Op]) -> Vec<Action> {
         let stages = &self.stages_of[rank];
-        let mut next = vec![[0; 4]; stages.len()];
+        let mut next = vec![[0; 3]; stages.len()];
         let mut action = |op: &Op| {
             let (chunk, kind) = (usize::from(op.chunk()), op.kind());
-            let microbatch = next[chunk][kind as usize];
             let counts: Range<usize> = match kind {
-                OpKind::Backward => 1..4, // A fused backward is both gradients.
+                OpKind::Backward => 1..3, // Both gradients.
                 _ => kind as usize..kind as usize + 1,
             };
+            let microbatch = next[chunk][counts.start];
             next[chunk][counts].iter_mut().for_each(|count| *count += 1);
             let kind = match kind {
                 OpKind::Forward => ActionKind::Forward,
