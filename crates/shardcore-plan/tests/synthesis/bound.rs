@@ -85,7 +85,7 @@ fn the_bound_is_never_above_the_optimum_of_all_orders() {
         let (placement, microbatches) = &shapes[round as usize % shapes.len()];
         let costs = dice.costs(placement.num_stages() as usize);
         let least = f64::from(placement.num_chunks()) * 1.2;
-        let cap = least + dice.below(4) * 0.7;
+        let cap = least + f64::from(dice.below(4)) * 0.7;
         let resolved = Costs::new(&costs, placement, 1).unwrap();
         let best = optimum(placement, *microbatches, &resolved, cap);
         for (objective, index) in [(Objective::Makespan, 0), (Objective::Span, 1)] {

@@ -39,17 +39,17 @@ fn verified(request: &Request, cap: f64) -> Synthesis {
 
 /// Random stages and counts, caps of one to two micro-batches a rank.
 fn any_request(dice: &mut Dice) -> (Request, f64) {
-    let ranks = 2 + dice.below(7) as u32;
-    let (placement, chunks) = match dice.below(20) as u32 {
+    let ranks = 2 + dice.below(7);
+    let (placement, chunks) = match dice.below(20) {
         0 => (Placement::v_shape(ranks.min(4)).unwrap(), 2.0),
         1 => (Placement::looped(ranks.min(4), 2).unwrap(), 2.0),
         _ => (Placement::looped(ranks, 1).unwrap(), 1.0),
     };
-    let microbatches = 1 + dice.below(3 * ranks) as u32;
+    let microbatches = 1 + dice.below(3 * ranks);
     let mut costs = dice.costs(placement.num_stages() as usize);
-    (costs.activation, costs.stash) = (chunks.into(), Some((chunks * (0.3 + 0.1 * dice.below(8))).into()));
-    let cap = chunks * f64::from(placement.num_ranks()) * (1.0 + 0.25 * dice.below(5));
-    let objective = if dice.below(2) < 1.0 { Objective::Makespan } else { Objective::Span };
+    (costs.activation, costs.stash) = (chunks.into(), Some((chunks * (0.3 + 0.1 * f64::from(dice.below(8)))).into()));
+    let cap = chunks * f64::from(placement.num_ranks()) * (1.0 + 0.25 * f64::from(dice.below(5)));
+    let objective = if dice.below(2) == 0 { Objective::Makespan } else { Objective::Span };
     (Request::new(placement, microbatches, costs).with_cap(cap).with_objective(objective), cap)
 }
 
@@ -79,8 +79,8 @@ fn beats_zb_h1_by_three_per_cent_where_messages_are_slow() {
     let count = cases(60, 1_000);
     let mut gain = 0.0;
     for _ in 0..count {
-        let ranks = 4 + dice.below(5) as u32;
-        let microbatches = ranks + dice.below(ranks + 1) as u32;
+        let ranks = 4 + dice.below(5);
+        let microbatches = ranks + dice.below(ranks + 1);
         let mut uneven = |mean: f64| -> Vec<f64> { (0..ranks).map(|_| mean * (0.7 + 0.6 * dice.unit())).collect() };
         let (forward, input, weight) = (uneven(1.0), uneven(1.1), uneven(0.8));
         let mut costs = CostSpec::default().with_hop(0.2 + 0.8 * dice.unit());

@@ -35,28 +35,33 @@ impl Dice {
         Self(seed)
     }
 
-    /// A number in `[0, 1)`.
-    fn unit(&mut self) -> f64 {
+    /// 32 random bits.
+    fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut bits = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        f64::from(u32::try_from((bits ^ (bits >> 31)) >> 32).unwrap()) / 4_294_967_296.0
+        (bits ^ (bits >> 31)) >> 32
+    }
+
+    /// A number in `[0, 1)`.
+    fn unit(&mut self) -> f64 {
+        f64::from(u32::try_from(self.next()).unwrap()) / 4_294_967_296.0
     }
 
     /// A whole number in `[0, bound)`.
-    fn below(&mut self, bound: impl Into<f64>) -> f64 {
-        (self.unit() * bound.into()).floor()
+    fn below(&mut self, bound: u32) -> u32 {
+        u32::try_from((u64::from(bound) * self.next()) >> 32).unwrap()
     }
 
     /// Uneven stages, sometimes free ones, a latency, and sometimes a fused backward.
     fn costs(&mut self, stages: usize) -> CostSpec {
-        let mut uneven = || -> Vec<f64> { (0..stages).map(|_| self.below(8) * 0.25 + 0.25).collect() };
+        let mut uneven = || -> Vec<f64> { (0..stages).map(|_| f64::from(1 + self.below(8)) * 0.25).collect() };
         let (forward, input, mut weight) = (uneven(), uneven(), uneven());
-        if self.below(8) < 1.0 {
+        if self.below(8) == 0 {
             weight[0] = 0.0;
         }
-        let mut costs = CostSpec::default().with_hop(self.below(5) * 0.25);
-        if self.below(4) < 1.0 {
+        let mut costs = CostSpec::default().with_hop(f64::from(self.below(5)) * 0.25);
+        if self.below(4) == 0 {
             let fused = input.iter().zip(&weight).map(|(input, weight)| 0.9 * (input + weight));
             costs.fused_backward = Some(fused.collect::<Vec<f64>>().into());
         }

@@ -40,7 +40,8 @@ pub fn dualpipe(num_ranks: u32, num_microbatches: u32) -> Result<Schedule> {
     Schedule::new(header, (0..num_ranks).map(program).collect())
 }
 
-/// `DualPipe` on the V placement: one copy of the model, any number of ranks (Liu et al., "`DualPipeV`", DeepSeek, 2025).
+/// `DualPipe` cut in half: on the V placement, one copy of the model, any number of ranks (Qi et al., "`DualPipe` could be
+/// better without the dual", 2025).
 ///
 /// # Errors
 /// [`PlanError::OutOfRange`] for no ranks or no micro-batches.
@@ -120,7 +121,7 @@ impl Phases {
             self.weight_grad();
             self.forward(1);
         }
-        for round in 0..self.num_units - 2 * self.half + before + 1 {
+        for round in 0..=self.num_units - 2 * self.half + before {
             // Next to the middle the first forward's result is what the backward waits for: not worth a composite.
             self.overlapped(0, 1, !(round == 0 && after == 0));
             self.overlapped(1, 0, true);
@@ -144,14 +145,16 @@ impl Phases {
     fn drain(&mut self, before: u32) {
         let turn = before.div_ceil(2);
         for round in 0..=before {
-            let split = if before.is_multiple_of(2) { [round > turn, round >= turn] } else { [round >= turn; 2] };
-            let [split_other, split_own] = split;
-            if split_other {
-                self.input_grad(1)
-            } else {
-                self.backward(1)
-            }
-            if split_own { self.input_grad(0) } else { self.backward(0) }
+            self.backward_in_parts(1, round >= turn + u32::from(before.is_multiple_of(2)));
+            self.backward_in_parts(0, round >= turn);
+        }
+    }
+
+    fn backward_in_parts(&mut self, side: usize, is_split: bool) {
+        if is_split {
+            self.input_grad(side);
+        } else {
+            self.backward(side);
         }
     }
 

@@ -180,9 +180,9 @@ fn polish(problem: &Problem, best: Found, ranked: &[Ranked]) -> Order {
         }
         let Some(mut improver) = Improver::new(problem, &start, Goal::BOTH, 1) else { continue };
         improver.run(budget(problem, 1) / STARTS, least);
-        let (improved, timing) = improver.into_best();
+        let (found, timing) = improver.into_best();
         if Goal::BOTH.score(&timing) < score {
-            (order, score) = (improved, Goal::BOTH.score(&timing));
+            (order, score) = (found, Goal::BOTH.score(&timing));
         }
     }
     order

@@ -135,7 +135,9 @@ impl<'a> Bound<'a> {
         let stages = &self.problem.stages_of[rank];
         let mut sizes = stages.iter().flat_map(|&stage| [self.problem.activation[stage], self.problem.stash[stage]]);
         match sizes.next() {
-            Some(size) if size > 0.0 && sizes.all(|other| other == size) => (cap / size).floor() * size,
+            Some(size) if size > 0.0 && sizes.all(|other| other.total_cmp(&size).is_eq()) => {
+                (cap / size).floor() * size
+            }
             _ => cap,
         }
     }

@@ -112,10 +112,10 @@ fn problem_of(request: &Request) -> Result<Problem> {
         return Err(PlanError::BadCost { what, expected });
     }
     let problem = Problem::new(placement, &Costs::new(costs, placement, 1)?, *num_microbatches, caps.clone())?;
-    for rank in 0..num_ranks {
+    for (rank, cap) in caps.into_iter().enumerate() {
         let needed = problem.least_memory(rank);
         if needed > problem.cap[rank] {
-            let [cap, needed] = [caps[rank], needed].map(|size| size.to_string());
+            let [cap, needed] = [cap, needed].map(|size| size.to_string());
             return Err(PlanError::CapTooSmall { rank, cap, needed });
         }
     }
