@@ -4,7 +4,7 @@ use shardcore_plan::schedule::check::{check, memory};
 use shardcore_plan::schedule::generate::ChunkCount;
 use shardcore_plan::schedule::simulate::peaks;
 use shardcore_plan::schedule::{
-    CostSpec, Costs, Objective, Placement, Request, ScheduleName, Synthesis, build, synthesize,
+    ActionKind, CostSpec, Costs, Objective, Placement, Request, ScheduleName, Synthesis, build, synthesize,
 };
 
 use crate::{Dice, cases, simulated};
@@ -115,6 +115,12 @@ fn a_cheaper_fused_backward_is_used_and_a_dearer_one_is_not() {
     assert!(fused.value < split.value, "{} >= {}", fused.value, split.value);
     assert!(fused.schedule.programs().iter().flatten().any(|action| action.to_string().contains('B')));
     assert!(synthesize(&request(5.0)).unwrap().value <= split.value);
+    // A little cheaper: some are fused, those on which the ranks before wait stay split.
+    let mixed = verified(&request(1.9), 4.0);
+    assert!(mixed.value <= split.value, "{} > {}", mixed.value, split.value);
+    let kinds = mixed.schedule.programs().iter().flatten().map(|action| action.kind);
+    assert!(kinds.clone().any(|kind| kind == ActionKind::Backward));
+    assert!(kinds.clone().any(|kind| kind == ActionKind::InputGrad));
 }
 
 /// Nothing, everything, and ratios of a million.

@@ -1,8 +1,8 @@
 //! List scheduling of pipelines: orders from reference patterns, their timing, and the search for good patterns.
 //!
 //! Within a rank, all forwards of one stage run in the order of their micro-batches, and so do its input gradients and
-//! its weight gradients. No schedule is worse for it when the micro-batches are alike, and an order is then a plain
-//! list of (kind, chunk) per rank, small and cheap to time. The V generators and the synthesiser share this machinery.
+//! its weight gradients: micro-batches are alike, and all named schedules do the same. An order is then a plain list of
+//! (kind, chunk) per rank, small and cheap to time. The V generators and the synthesiser share this machinery.
 
 mod greedy;
 mod improve;

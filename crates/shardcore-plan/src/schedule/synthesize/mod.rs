@@ -13,7 +13,7 @@ mod bound;
 mod candidates;
 
 use super::costs::{CostSpec, Costs};
-use super::list::{Goal, Improver, Objective, Order, PatternSearch, Problem, Rule, Timing, Workspace};
+use super::list::{Goal, Improver, Objective, Op, OpKind, Order, PatternSearch, Problem, Rule, Timing, Workspace};
 use super::placement::Placement;
 use super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -172,6 +172,9 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best
     if best.timing.value(request.objective) > lower_bound {
         improve(problem, goal, lower_bound, &mut best);
     }
+    if pays {
+        fuse(problem, goal, &mut space, &mut best);
+    }
     Ok(best)
 }
 
@@ -181,6 +184,32 @@ fn improve(problem: &Problem, goal: Goal, lower_bound: f64, best: &mut Best) {
         let (order, timing) = improver.into_best();
         if goal.score(&timing) < goal.score(&best.timing) {
             *best = Best { order, timing, found_by: "local-search" };
+        }
+    }
+}
+
+/// Fuses an input gradient with the weight gradient right behind it wherever the schedule does not become longer, from
+/// the end of each rank on: there the input gradient is waited for least.
+fn fuse(problem: &Problem, goal: Goal, space: &mut Workspace, best: &mut Best) {
+    let mut tries = BUDGET[0] / problem.num_ops().max(1);
+    for rank in 0..problem.num_ranks {
+        let mut position = best.order[rank].len().saturating_sub(1);
+        while position > 0 && tries > 0 {
+            position -= 1;
+            let [first, second] = [best.order[rank][position], best.order[rank][position + 1]];
+            let pair = (first.kind(), second.kind(), first.chunk() == second.chunk());
+            if pair != (OpKind::InputGrad, OpKind::WeightGrad, true) {
+                continue;
+            }
+            tries -= 1;
+            let mut order = best.order.clone();
+            order[rank][position] = Op::new(OpKind::Backward, first.chunk());
+            order[rank].remove(position + 1);
+            // No timing: an older weight gradient still waits, so that the pair is of two micro-batches.
+            let timing = space.replay(problem, &order).filter(|timing| goal.score(timing) <= goal.score(&best.timing));
+            if let Some(timing) = timing {
+                (best.order, best.timing) = (order, timing);
+            }
         }
     }
 }
