@@ -10,7 +10,7 @@
 //! | [`format`](mod@format) | text, JSON, digest and table |
 //! | [`costs`] | what an action takes and what it holds, in the caller's units |
 //! | [`check`] | whether a schedule can be executed, and the fewest actions that show why not |
-//! | [`synthesize`] | a schedule for given costs, latency and memory, and how far it can be from the best |
+//! | [`synthesize`](mod@synthesize) | a schedule for given costs, latency and memory, and how far it can be from the best |
 //! | [`simulate`] | when each action runs, what is idle and what is held |
 //! | [`render`] | pictures: text, SVG, a trace for Perfetto |
 

@@ -58,6 +58,9 @@ impl<'a> Improver<'a> {
     pub(crate) fn run(&mut self, budget: usize, least: f64) {
         let num_ops: usize = self.order.iter().map(Vec::len).sum();
         let steps = budget / num_ops.max(1) / ROUNDS;
+        if steps == 0 {
+            return;
+        }
         let most_worse = MOST_WORSE * self.problem.interval() / 3.0;
         for _ in 0..ROUNDS {
             for step in 0..steps {

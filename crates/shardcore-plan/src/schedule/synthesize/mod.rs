@@ -113,13 +113,15 @@ fn problem_of(request: &Request) -> Result<Problem> {
     }
     let problem = Problem::new(placement, &Costs::new(costs, placement, 1)?, *num_microbatches, caps.clone())?;
     for (rank, cap) in caps.into_iter().enumerate() {
-        let needed = problem.least_memory(rank);
-        if needed > problem.cap[rank] {
-            let [cap, needed] = [cap, needed].map(|size| size.to_string());
-            return Err(PlanError::CapTooSmall { rank, cap, needed });
+        if problem.least_memory(rank) > problem.cap[rank] {
+            return Err(cap_too_small(&problem, rank, cap));
         }
     }
     Ok(problem)
+}
+
+fn cap_too_small(problem: &Problem, rank: usize, cap: f64) -> PlanError {
+    PlanError::CapTooSmall { rank, cap: cap.to_string(), needed: problem.least_memory(rank).to_string() }
 }
 
 /// The best order so far.
@@ -168,7 +170,8 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best
             offer(found.order, found.timing, "list-scheduling");
         }
     }
-    let mut best = best.ok_or(PlanError::OneChain)?;
+    // One micro-batch after another fits: `problem_of` has checked it.
+    let mut best = best.ok_or_else(|| cap_too_small(problem, 0, problem.cap[0]))?;
     if best.timing.value(request.objective) > lower_bound {
         improve(problem, goal, lower_bound, &mut best);
     }
