@@ -3,11 +3,23 @@
 
 use std::hint::black_box;
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, criterion_group, criterion_main};
 use shardcore_plan::Result;
+use shardcore_plan::schedule::check::{self, Delivery};
 use shardcore_plan::schedule::generate::{self, ScheduleName};
 use shardcore_plan::schedule::simulate::{Network, Simulator, simulate};
-use shardcore_plan::schedule::{CostSpec, Costs, Schedule, check};
+use shardcore_plan::schedule::{CostSpec, Costs, Lowering, Schedule};
+
+const DELIVERIES: [Delivery; 7] = [
+    Delivery::Buffered,
+    Delivery::Directed,
+    Delivery::Capacity(1),
+    Delivery::Batched,
+    Delivery::PairFifo,
+    Delivery::OneFifo,
+    Delivery::Blocking,
+];
 
 fn interleaved(ranks: u32, microbatches: u32) -> Result<(Schedule, Costs)> {
     let schedule = generate::build(ScheduleName::Interleaved, ranks, microbatches, Some(2), None)?;
@@ -36,9 +48,21 @@ fn large(criterion: &mut Criterion) -> Result<()> {
         group.bench_function("check memory", |bencher| {
             bencher.iter(|| check::memory(black_box(&schedule), f64::from(microbatches), &costs));
         });
+        if ranks < 1024 {
+            communication(&mut group, &schedule.lower(&Lowering::default())?, &costs);
+        }
         group.finish();
     }
     Ok(())
+}
+
+fn communication(group: &mut BenchmarkGroup<'_, WallTime>, lowered: &Schedule, costs: &Costs) {
+    group.bench_function("simulate lowered", |bencher| bencher.iter(|| simulate(black_box(lowered), costs)));
+    for delivery in DELIVERIES {
+        group.bench_function(format!("check {delivery:?}"), |bencher| {
+            bencher.iter(|| check::communication(black_box(lowered), delivery));
+        });
+    }
 }
 
 fn small(criterion: &mut Criterion) -> Result<()> {

@@ -35,7 +35,11 @@ pub(crate) fn any_flat() -> impl Strategy<Value = Schedule> {
 pub(crate) fn flat(name: ScheduleName, ranks: u32, rounds: u32, chunks: u32) -> Schedule {
     let chunks = (name.num_chunks() == ChunkCount::Any).then_some(chunks);
     let ranks = if name == ScheduleName::DualPipe { ranks.next_multiple_of(2) } else { ranks };
-    let schedule = built(name, ranks, ranks * rounds, chunks);
+    taken_apart(&built(name, ranks, ranks * rounds, chunks))
+}
+
+/// The same programs without composites.
+pub(crate) fn taken_apart(schedule: &Schedule) -> Schedule {
     let apart = |action: &Action| Action { with_next: false, ..*action };
     let programs = schedule.programs().iter().map(|program| program.iter().map(apart).collect()).collect();
     Schedule::new(schedule.header().clone(), programs).unwrap()
