@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::{cells, label, summary};
+use super::{composites, label, summary};
+use crate::schedule::action::Action;
 use crate::schedule::program::Schedule;
 use crate::schedule::simulate::Simulation;
 
@@ -23,7 +24,7 @@ pub fn ascii(schedule: &Schedule, run: &Simulation, max_width: usize) -> String 
     let mut text = format!("{schedule}: {}\n", summary(run));
     for rank in ranks {
         let mut row = String::new();
-        for (action, interval) in cells(schedule, run, rank) {
+        for (parts, interval) in composites(schedule, run, rank) {
             let (start, end) = (column(interval.start * scale), column(interval.end * scale));
             if start >= max_width {
                 break;
@@ -31,7 +32,7 @@ pub fn ascii(schedule: &Schedule, run: &Simulation, max_width: usize) -> String 
             let used = row.len();
             row.extend(std::iter::repeat_n('.', start.saturating_sub(used)));
             let room = end.saturating_sub(row.len());
-            let name = label(schedule, action);
+            let name = joined(schedule, &parts);
             let shown = if name.len() <= room { name } else { "#".repeat(room) };
             let _ = write!(row, "{shown:<room$}");
         }
@@ -49,16 +50,22 @@ pub fn ascii(schedule: &Schedule, run: &Simulation, max_width: usize) -> String 
 fn columns_per_time(schedule: &Schedule, run: &Simulation) -> f64 {
     let mut scale = 0.0_f64;
     for rank in 0..schedule.programs().len() {
-        for (action, interval) in cells(schedule, run, rank) {
+        for (parts, interval) in composites(schedule, run, rank) {
             let time = interval.end - interval.start;
             if time > 0.0 {
                 #[expect(clippy::cast_precision_loss, reason = "a label has a few letters")]
-                let needed = (label(schedule, action).len() + 1) as f64;
+                let needed = (joined(schedule, &parts).len() + 1) as f64;
                 scale = scale.max(needed / time);
             }
         }
     }
     scale.min(if run.makespan > 0.0 { MOST_COLUMNS / run.makespan } else { 1.0 })
+}
+
+/// `F3&B1`.
+fn joined(schedule: &Schedule, parts: &[Action]) -> String {
+    let names: Vec<String> = parts.iter().map(|&part| label(schedule, part)).collect();
+    names.join("&")
 }
 
 fn column(place: f64) -> usize {

@@ -12,7 +12,7 @@ pub use svg::svg;
 use std::fmt::Write as _;
 
 use super::action::{Action, ActionKind};
-use super::program::Schedule;
+use super::program::{Gating, Schedule};
 use super::simulate::{Interval, MemoryPoint, Simulation};
 
 /// Every computation of a rank with its interval.
@@ -20,6 +20,19 @@ fn cells<'a>(schedule: &'a Schedule, run: &'a Simulation, rank: usize) -> impl I
     let program = schedule.programs().get(rank).into_iter().flatten();
     let intervals = run.intervals.get(rank).into_iter().flatten();
     program.copied().zip(intervals.copied()).filter(|(action, _)| action.kind.is_compute())
+}
+
+/// The computations of a rank that run at one time: a composite whose parts start together, or one action.
+fn composites(schedule: &Schedule, run: &Simulation, rank: usize) -> Vec<(Vec<Action>, Interval)> {
+    let together = schedule.header().gating == Gating::All;
+    let mut found: Vec<(Vec<Action>, Interval)> = Vec::new();
+    for (action, interval) in cells(schedule, run, rank) {
+        match found.last_mut() {
+            Some((parts, _)) if together && parts.last().is_some_and(|part| part.with_next) => parts.push(action),
+            _ => found.push((vec![action], interval)),
+        }
+    }
+    found
 }
 
 /// `F3` where a rank has one stage, else `2F3`.
@@ -105,6 +118,17 @@ mod tests {
         assert_eq!(rows[1], "rank 1 |...F0 B0    F1 B1    F2 B2    ......|");
         let cut = ascii(&schedule, &run, 10);
         assert!(cut.lines().nth(1).unwrap().ends_with("|F0 F1 .... ..."), "{cut}");
+    }
+
+    #[test]
+    fn parts_that_run_together_are_shown_together() {
+        let (schedule, run) = simulated(ScheduleName::DualPipe, 2, 4);
+        assert!(ascii(&schedule, &run, 400).contains('&'));
+        let (all, halves) = (svg(&schedule, &run), "height=\"13.0\"");
+        let joined = schedule.programs().iter().flatten().filter(|action| action.with_next).count();
+        assert!(joined > 0);
+        assert_eq!(all.matches(halves).count(), 2 * joined);
+        assert_eq!(all.matches(" to ").count(), schedule.num_actions());
     }
 
     #[test]

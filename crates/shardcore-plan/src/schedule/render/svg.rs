@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::{cells, kinds, number, stages_a_rank, summary, svg_memory};
+use super::{cells, composites, kinds, number, stages_a_rank, summary, svg_memory};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::program::Schedule;
 use crate::schedule::simulate::{Interval, Simulation};
@@ -96,7 +96,7 @@ fn legend(out: &mut String, schedule: &Schedule) {
     }
     entry(IDLE, "idle");
     if stages_a_rank(schedule) > 1 {
-        entry(&colour(ActionKind::Forward, 0.55), "paler: later stage of the rank");
+        entry(&colour(ActionKind::Forward, 0.55), "paler: later stage");
     }
 }
 
@@ -111,31 +111,35 @@ fn row(out: &mut String, frame: &Frame, schedule: &Schedule, run: &Simulation, r
         frame.width
     );
     let mut block: Option<Block> = None;
-    for (action, interval) in cells(schedule, run, rank) {
-        let next = Block {
-            kind: action.kind,
-            pale: paleness(schedule, action),
-            start: frame.x(interval.start),
-            end: frame.x(interval.end),
-        };
-        if next.end - next.start >= NARROW {
-            if let Some(block) = block.take() {
-                block.draw(out, y);
-            }
-            cell(out, action, interval, &next, y);
-            continue;
-        }
-        match &mut block {
-            Some(block) if block.continues_in(&next) => block.end = next.end,
-            _ => {
-                if let Some(block) = block.replace(next) {
-                    block.draw(out, y);
+    for (parts, interval) in composites(schedule, run, rank) {
+        let (start, end) = (frame.x(interval.start), frame.x(interval.end));
+        // Parts that run together share the height of the row.
+        #[expect(clippy::cast_precision_loss, reason = "a composite has a few parts")]
+        let height = ROW / parts.len() as f64;
+        let mut top = y;
+        for action in parts {
+            let pale = paleness(schedule, action);
+            let next = Block { kind: action.kind, pale, start, end, top, height };
+            top += height;
+            match &mut block {
+                Some(block) if end - start < NARROW && block.continues_in(&next) => {
+                    block.end = end;
+                    continue;
                 }
+                _ => {}
+            }
+            if let Some(block) = block.take() {
+                block.draw(out);
+            }
+            if end - start < NARROW {
+                block = Some(next);
+            } else {
+                cell(out, action, interval, &next);
             }
         }
     }
     if let Some(block) = block {
-        block.draw(out, y);
+        block.draw(out);
     }
 }
 
@@ -145,21 +149,25 @@ struct Block {
     pale: f64,
     start: f64,
     end: f64,
+    top: f64,
+    height: f64,
 }
 
 impl Block {
     fn continues_in(&self, next: &Self) -> bool {
+        let look = |block: &Self| (block.kind, block.pale.to_bits(), block.top.to_bits());
         let touches = next.start - self.end < VISIBLE;
-        touches
-            && (next.end - self.start < VISIBLE || (self.kind, self.pale.to_bits()) == (next.kind, next.pale.to_bits()))
+        touches && (next.end - self.start < VISIBLE || look(self) == look(next))
     }
 
-    fn draw(&self, out: &mut String, y: f64) {
+    fn draw(&self, out: &mut String) {
         let _ = writeln!(
             out,
-            "<rect x=\"{:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{ROW}\" fill=\"{}\"/>",
+            "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{:.1}\" fill=\"{}\"/>",
             self.start,
+            self.top,
             (self.end - self.start).max(VISIBLE),
+            self.height,
             colour(self.kind, self.pale)
         );
     }
@@ -174,15 +182,17 @@ fn paleness(schedule: &Schedule, action: Action) -> f64 {
     pale
 }
 
-fn cell(out: &mut String, action: Action, interval: Interval, block: &Block, y: f64) {
+fn cell(out: &mut String, action: Action, interval: Interval, block: &Block) {
     let width = block.end - block.start;
     // A hair of white between neighbours, where there is room for it.
     let hair = if width > 4.0 { 0.6 } else { 0.0 };
     let _ = write!(
         out,
-        "<rect x=\"{:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{ROW}\" fill=\"{}\"><title>{}{}{}: {} to {}</title></rect>",
+        "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{:.1}\" fill=\"{}\"><title>{}{}{}: {} to {}</title></rect>",
         block.start + hair / 2.0,
+        block.top,
         width - hair,
+        block.height,
         colour(block.kind, block.pale),
         action.stage,
         action.kind,
@@ -196,7 +206,7 @@ fn cell(out: &mut String, action: Action, interval: Interval, block: &Block, y: 
     if needed <= width {
         let light = block.pale > 0.3 || block.kind == ActionKind::WeightGrad;
         let ink = if light { "#1f2933" } else { "#ffffff" };
-        let (x, y) = (f64::midpoint(block.start, block.end), y + ROW / 2.0 + 4.0);
+        let (x, y) = (f64::midpoint(block.start, block.end), block.top + block.height / 2.0 + 4.0);
         let _ = write!(
             out,
             "<text x=\"{x:.2}\" y=\"{y:.1}\" text-anchor=\"middle\" font-size=\"11\" fill=\"{ink}\">{name}</text>"
