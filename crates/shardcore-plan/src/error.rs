@@ -46,6 +46,29 @@ pub enum PlanError {
     )]
     TooLarge { name: String, numel: u128, dtype: Dtype, num_shards: u64 },
 
+    #[error(
+        "{num_layers} layers cannot fill {num_parts} parts: every part holds at least one layer; use fewer stages (ranks x chunks), or cut the model into more layers"
+    )]
+    TooFewLayers { num_layers: usize, num_parts: usize },
+
+    #[error("layer {layer}: {reason}")]
+    BadLayer { layer: usize, reason: String },
+
+    #[error("not a partition of the layers: {reason}")]
+    BadPartition { reason: String },
+
+    #[error(
+        "action {kind} is for {}",
+        if *needs { "one micro-batch: give its number" } else { "no micro-batch: leave the number out" }
+    )]
+    ActionMicrobatch { kind: &'static str, needs: bool },
+
+    #[error("this schedule has no form in {form}: {reason}")]
+    NoSuchForm { form: &'static str, reason: String },
+
+    #[error("not a pipeline layout: {reason}")]
+    BadLayout { reason: String },
+
     #[error("rank {rank} is out of range: the layout has {num_shards} shards (ranks 0 to {})", num_shards - 1)]
     RankOutOfRange { rank: i128, num_shards: u64 },
 

@@ -5,4 +5,6 @@
 mod given;
 mod groups;
 mod layout;
+mod megatron;
+mod partition;
 mod shard_plan;

@@ -64,6 +64,19 @@ impl Schedule {
     }
 }
 
+/// Gives slots to the receives of a lowered schedule that came without any.
+///
+/// # Errors
+/// [`PlanError::BadLowering`] if a stage holds more receives at once than there are slots.
+pub(crate) fn with_slots(schedule: &Schedule) -> Result<Schedule> {
+    let mut slots = Slots::new(schedule);
+    let mut programs = schedule.programs().to_vec();
+    for (rank, program) in (0..).zip(&mut programs) {
+        slots.assign(program, schedule.placement().stages_of(rank).len())?;
+    }
+    Schedule::new_lowered(schedule.header().clone(), programs, schedule.lowering().cloned().unwrap_or_default())
+}
+
 /// An action between two computations: before the computation (or composite) that starts at `gap` in the program.
 #[derive(Clone, Copy, Debug)]
 struct Inserted {
