@@ -1,4 +1,4 @@
-"""Plans: frozen values that say what goes where, made by the Rust core. No torch needed.
+"""Plans: frozen values that say what goes where, and when, made by the Rust core. No torch needed.
 
 Every plan has ``digest()`` (equal on all ranks or something is wrong), ``explain()`` (a table for people) and
 ``to_json()``; :func:`first_difference` names the first place where two such documents disagree.
@@ -9,10 +9,65 @@ Every plan has ``digest()`` (equal on all ranks or something is wrong), ``explai
 (1024, 256)
 >>> layout.ranges(3)
 [('weight', 768, 1000, 0), ('bias', 0, 10, 232)]
+
+Pipeline schedules say what each rank computes, sends and receives, and in which order:
+
+>>> schedule = plan.pipeline_schedule("1f1b", num_ranks=2, num_microbatches=3)
+>>> [str(action) for action in schedule.program(0)]
+['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
+>>> schedule.check(comm="blocking", memory_cap=2)
+>>> schedule.simulate(forward=1, input_grad=1, weight_grad=1).makespan
+12.0
+>>> plan.partition_layers([5, 1, 1, 1, 1, 1], num_parts=3)
+[0, 1, 3, 6]
 """
 
 from __future__ import annotations
 
-from shardcore._core import ShardLayout, ShardPlan, first_difference, groups, plan_shards, shard_layout
+from shardcore._core import (
+    Action,
+    PipelineSchedule,
+    ShardLayout,
+    ShardPlan,
+    Simulation,
+    Synthesis,
+    check_boundaries,
+    evaluation_schedule,
+    first_difference,
+    from_megatron_layout,
+    groups,
+    partition_layers,
+    partition_marked,
+    partition_uniform,
+    pipeline_schedule,
+    plan_shards,
+    schedule_names,
+    shard_layout,
+    synthesize,
+    to_megatron_layout,
+)
+from shardcore.plan.layers import partition_by_class
 
-__all__ = ["ShardLayout", "ShardPlan", "first_difference", "groups", "plan_shards", "shard_layout"]
+__all__ = [
+    "Action",
+    "PipelineSchedule",
+    "ShardLayout",
+    "ShardPlan",
+    "Simulation",
+    "Synthesis",
+    "check_boundaries",
+    "evaluation_schedule",
+    "first_difference",
+    "from_megatron_layout",
+    "groups",
+    "partition_by_class",
+    "partition_layers",
+    "partition_marked",
+    "partition_uniform",
+    "pipeline_schedule",
+    "plan_shards",
+    "schedule_names",
+    "shard_layout",
+    "synthesize",
+    "to_megatron_layout",
+]
