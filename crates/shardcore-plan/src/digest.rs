@@ -32,6 +32,18 @@ impl Encoder {
         self.0.update(value.as_bytes());
     }
 
+    pub(crate) fn numbers(&mut self, values: &[u32]) {
+        self.count(values.len());
+        for &value in values {
+            self.number(value.into());
+        }
+    }
+
+    /// Bytes whose number is known from what stands before.
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
     fn layout(&mut self, layout: &FlatLayout) {
         self.text(layout.dtype().name());
         self.number(layout.trainable().into());

@@ -3,9 +3,10 @@
 use thiserror::Error;
 
 use crate::dtype::Dtype;
+use crate::schedule::check::Fault;
 
 /// The result of planning.
-pub type Result<T> = std::result::Result<T, PlanError>;
+pub type Result<T, E = PlanError> = std::result::Result<T, E>;
 
 /// A plan cannot be made from its input, or is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -44,6 +45,29 @@ pub enum PlanError {
         "the flat buffer is too large: {numel} elements of {dtype}, padded for {num_shards} shards, do not fit into 2^63 - 1 bytes; check num_shards and the numel of {name:?}"
     )]
     TooLarge { name: String, numel: u128, dtype: Dtype, num_shards: u64 },
+
+    #[error(
+        "{num_layers} layers cannot fill {num_parts} parts: every part holds at least one layer; use fewer stages (ranks x chunks), or cut the model into more layers"
+    )]
+    TooFewLayers { num_layers: usize, num_parts: usize },
+
+    #[error("layer {layer}: {reason}")]
+    BadLayer { layer: usize, reason: String },
+
+    #[error("not a partition of the layers: {reason}")]
+    BadPartition { reason: String },
+
+    #[error(
+        "action {kind} is for {}",
+        if *needs { "one micro-batch: give its number" } else { "no micro-batch: leave the number out" }
+    )]
+    ActionMicrobatch { kind: &'static str, needs: bool },
+
+    #[error("this schedule has no form in {form}: {reason}")]
+    NoSuchForm { form: &'static str, reason: String },
+
+    #[error("not a pipeline layout: {reason}")]
+    BadLayout { reason: String },
 
     #[error("rank {rank} is out of range: the layout has {num_shards} shards (ranks 0 to {})", num_shards - 1)]
     RankOutOfRange { rank: i128, num_shards: u64 },
@@ -92,6 +116,54 @@ pub enum PlanError {
 
     #[error("unit {name:?} is left, but no {phase} use of it has begun: each enter has one leave")]
     NotInUse { name: String, phase: &'static str },
+    #[error("rank {rank} is out of range: the schedule has {num_ranks} ranks (0 to {})", num_ranks - 1)]
+    NoSuchRank { rank: i128, num_ranks: u32 },
+
+    #[error("bad placement of stages: {reason}")]
+    BadPlacement { reason: String },
+
+    #[error("unknown {what} {name:?}: expected one of {known}")]
+    UnknownName { what: &'static str, name: String, known: String },
+
+    #[error("schedule name {name:?}: expected 1 to 100 letters, digits, '.', '_' or '-'")]
+    BadScheduleName { name: String },
+
+    #[error(
+        "schedule {name} has {expected} chunks per rank, not {got}: leave num_chunks out, or choose a schedule with any number of chunks"
+    )]
+    ScheduleChunks { name: &'static str, expected: u32, got: u32 },
+
+    #[error("schedule {name} has no closed form: build it with generate::build")]
+    NoClosedForm { name: &'static str },
+
+    #[error(
+        "rank {rank} may hold {cap} and needs {needed} for one micro-batch: raise memory_cap, or make micro-batches or stages smaller"
+    )]
+    CapTooSmall { rank: usize, cap: String, needed: String },
+
+    #[error("a bidirectional placement has two chains: synthesis takes one; use the schedule dualpipe")]
+    OneChain,
+
+    #[error("{got} programs for {num_ranks} ranks: a schedule has exactly one program a rank")]
+    NumPrograms { got: usize, num_ranks: u32 },
+
+    #[error("rank {rank}, position {position}, {action}: {reason}")]
+    BadAction { rank: usize, position: usize, action: String, reason: String },
+
+    #[error("cannot lower the schedule: {reason}")]
+    BadLowering { reason: String },
+
+    #[error("bad cost {what}: expected {expected}")]
+    BadCost { what: String, expected: String },
+
+    #[error("not a schedule: line {line}, column {column}: {reason}")]
+    BadScheduleText { line: usize, column: usize, reason: String },
+
+    #[error("schedule {name:?} has no sends and receives to check: lower it first")]
+    NotLowered { name: String },
+
+    #[error("{0}")]
+    InvalidSchedule(Box<Fault>),
 
     #[error("not a plan document: {reason}")]
     BadDocument { reason: String },
@@ -127,6 +199,36 @@ impl PlanError {
     #[must_use]
     pub fn numel(value: impl Into<i128>) -> Self {
         Self::OutOfRange { what: "numel", value: value.into(), expected: "0 to 2^63 - 1 elements" }
+    }
+
+    /// A number of ranks below 1.
+    #[must_use]
+    pub fn num_ranks(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_ranks", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of micro-batches below 1.
+    #[must_use]
+    pub fn num_microbatches(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_microbatches", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of chunks per rank below 1.
+    #[must_use]
+    pub fn num_chunks(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_chunks", value: value.into(), expected: "at least 1" }
+    }
+
+    /// A number of sequence slices below 1.
+    #[must_use]
+    pub fn num_slices(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "num_slices", value: value.into(), expected: "at least 1" }
+    }
+
+    /// No stages, or more than any pipeline has.
+    #[must_use]
+    pub fn num_stages(value: impl Into<i128>) -> Self {
+        Self::OutOfRange { what: "number of stages", value: value.into(), expected: "1 to 2^24" }
     }
 
     /// The same error, with the name of the parameter in front.

@@ -20,6 +20,7 @@ pub mod bucket;
 pub mod groups;
 pub mod layout;
 pub mod prefetch;
+pub mod schedule;
 pub mod shard_plan;
 
 mod diff;

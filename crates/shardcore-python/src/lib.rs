@@ -3,6 +3,7 @@
 //! Nothing is decided here. Arguments become Rust values, `gil::run` calls the pure crates without the GIL, and errors
 //! become the classes of `shardcore.errors`.
 
+mod action;
 mod args;
 mod error;
 mod gil;
@@ -11,14 +12,21 @@ mod io;
 mod kernel_tensor;
 mod kernels;
 mod link;
+mod partition;
 mod plan;
 mod prefetch;
 mod prefetch_args;
+mod schedule;
+mod schedule_args;
+mod simulation;
+mod synthesis;
 mod tensor;
 
 /// The Rust core of shardcore. Import its names from the rooms, such as ``shardcore.plan``.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::action::PyAction;
     #[pymodule_export]
     use crate::host_memory::PyHostMemory;
     #[pymodule_export]
@@ -28,7 +36,18 @@ mod _core {
     #[pymodule_export]
     use crate::link::PyHostLink;
     #[pymodule_export]
+    use crate::partition::{
+        check_boundaries, from_megatron_layout, partition_layers, partition_marked, partition_uniform,
+        to_megatron_layout,
+    };
+    #[pymodule_export]
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
     #[pymodule_export]
     use crate::prefetch::{PyPrefetchCoordinator, PyPrefetchPlan, prefetch};
+    #[pymodule_export]
+    use crate::schedule::{PyPipelineSchedule, evaluation_schedule, pipeline_schedule, schedule_names};
+    #[pymodule_export]
+    use crate::simulation::PySimulation;
+    #[pymodule_export]
+    use crate::synthesis::{PySynthesis, synthesize};
 }

@@ -1,4 +1,4 @@
-"""Plans: frozen values that say what goes where, made by the Rust core. No torch needed.
+"""Plans: frozen values that say what goes where, and when, made by the Rust core. No torch needed.
 
 Every plan has ``digest()`` (equal on all ranks or something is wrong), ``explain()`` (a table for people) and
 ``to_json()``; :func:`first_difference` names the first place where two such documents disagree.
@@ -18,30 +18,71 @@ A step that uses three units forward and backward, with room for two of them:
 [('a', 0, 0), ('b', 0, 1), ('c', 1, 2), ('a', 4, 5)]
 >>> step.bytes_gathered, step.bytes_on_demand, step.peak
 (400, 600, 200)
+
+Pipeline schedules say what each rank computes, sends and receives, and in which order:
+
+>>> schedule = plan.pipeline_schedule("1f1b", num_ranks=2, num_microbatches=3)
+>>> [str(action) for action in schedule.program(0)]
+['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
+>>> schedule.check(comm="blocking", memory_cap=2)
+>>> schedule.simulate(forward=1, input_grad=1, weight_grad=1).makespan
+12.0
+>>> plan.partition_layers([5, 1, 1, 1, 1, 1], num_parts=3)
+[0, 1, 3, 6]
 """
 
 from __future__ import annotations
 
 from shardcore._core import (
+    Action,
+    PipelineSchedule,
     PrefetchCoordinator,
     PrefetchPlan,
     ShardLayout,
     ShardPlan,
+    Simulation,
+    Synthesis,
+    check_boundaries,
+    evaluation_schedule,
     first_difference,
+    from_megatron_layout,
     groups,
+    partition_layers,
+    partition_marked,
+    partition_uniform,
+    pipeline_schedule,
     plan_shards,
     prefetch,
+    schedule_names,
     shard_layout,
+    synthesize,
+    to_megatron_layout,
 )
+from shardcore.plan.layers import partition_by_class
 
 __all__ = [
+    "Action",
+    "PipelineSchedule",
     "PrefetchCoordinator",
     "PrefetchPlan",
     "ShardLayout",
     "ShardPlan",
+    "Simulation",
+    "Synthesis",
+    "check_boundaries",
+    "evaluation_schedule",
     "first_difference",
+    "from_megatron_layout",
     "groups",
+    "partition_by_class",
+    "partition_layers",
+    "partition_marked",
+    "partition_uniform",
+    "pipeline_schedule",
     "plan_shards",
     "prefetch",
+    "schedule_names",
     "shard_layout",
+    "synthesize",
+    "to_megatron_layout",
 ]

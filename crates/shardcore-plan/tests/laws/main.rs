@@ -6,5 +6,7 @@ mod coordinator;
 mod given;
 mod groups;
 mod layout;
+mod megatron;
+mod partition;
 mod prefetch;
 mod shard_plan;

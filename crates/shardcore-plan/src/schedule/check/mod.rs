@@ -1,0 +1,107 @@
+//! Whether a schedule can be executed: structure, dependencies, memory and communication.
+//!
+//! | check | what it finds |
+//! |---|---|
+//! | [`structure`] | actions that are missing, twice, on the wrong rank, before what they need on their rank; slots |
+//! | [`dependencies`] | ranks that wait for each other, whatever the communication |
+//! | [`communication`] | ranks that wait for each other under one way to deliver messages; messages out of order |
+//! | [`memory`] | ranks that hold more than a cap |
+//!
+//! A fault comes as a [`PlanError::InvalidSchedule`] with the part of the grid in which it lies, the failing cell
+//! marked, and the fewest actions that show it.
+
+mod deadlock;
+mod delivery;
+mod fault;
+mod grid;
+mod memory_cap;
+mod sharding;
+mod structure;
+
+pub use delivery::Delivery;
+pub use fault::{Fault, FaultKind, Place};
+
+use super::costs::Costs;
+use super::program::{Header, Schedule};
+use super::simulate;
+use crate::error::{PlanError, Result};
+use delivery::{Run, Stuck};
+
+/// Checks structure and dependencies, and the communication that the header declares of a lowered schedule.
+///
+/// # Errors
+/// [`PlanError::InvalidSchedule`] with the first fault.
+pub fn check(schedule: &Schedule) -> Result<()> {
+    structure(schedule)?;
+    let Header { comm, .. } = schedule.header();
+    let delivery = if schedule.is_lowered() { Delivery::from(*comm) } else { Delivery::Buffered };
+    run(schedule, delivery)
+}
+
+/// Checks that each action is there once, on its rank and behind what it needs on that rank; that composites can
+/// start; that receive slots are read before they are filled again; and that a lowered schedule gathers, reduces and
+/// steps as its lowering says.
+///
+/// # Errors
+/// [`PlanError::InvalidSchedule`] with the first fault.
+pub fn structure(schedule: &Schedule) -> Result<()> {
+    structure::check(schedule)?;
+    sharding::check(schedule)
+}
+
+/// Checks that the ranks do not wait for each other even if no message ever waits.
+///
+/// # Errors
+/// [`PlanError::InvalidSchedule`] with a fault of the structure, or the shortest circle of actions that wait.
+pub fn dependencies(schedule: &Schedule) -> Result<()> {
+    structure(schedule)?;
+    run(schedule, Delivery::Buffered)
+}
+
+/// Checks that a lowered schedule runs to its end if messages are delivered in a given way.
+///
+/// # Errors
+/// [`PlanError::NotLowered`] for a schedule without communication; [`PlanError::InvalidSchedule`] with a fault of the
+/// structure, two messages out of order, or the shortest circle of actions that wait.
+pub fn communication(schedule: &Schedule, delivery: Delivery) -> Result<()> {
+    if !schedule.is_lowered() {
+        return Err(PlanError::NotLowered { name: schedule.header().name.clone() });
+    }
+    structure(schedule)?;
+    run(schedule, delivery)
+}
+
+/// Checks that no rank holds more than `cap`, in the unit of `costs`.
+///
+/// # Errors
+/// [`PlanError::InvalidSchedule`] with the first action that exceeds the cap and all that is held there;
+/// [`PlanError::BadCost`] if the costs do not fit the schedule or the cap is no number.
+pub fn memory(schedule: &Schedule, cap: f64, costs: &Costs) -> Result<()> {
+    if cap.is_nan() {
+        let expected = "a number, in the unit of the activations".to_owned();
+        return Err(PlanError::BadCost { what: "memory_cap = NaN".to_owned(), expected });
+    }
+    simulate::fit(schedule, costs)?;
+    memory_cap::check(schedule, cap, costs)
+}
+
+/// Runs a schedule of valid structure.
+fn run(schedule: &Schedule, delivery: Delivery) -> Result<()> {
+    let mut run = Run::new(schedule, delivery);
+    match run.finish() {
+        Ok(()) => Ok(()),
+        Err(Stuck::Deadlock) => Err(deadlock::explain(&run)),
+        Err(Stuck::Mismatch(one, other)) => Err(deadlock::mismatch(&run, one, other)),
+    }
+}
+
+/// Why a simulation of a schedule stopped at the given positions.
+pub(crate) fn why_stuck(schedule: &Schedule, positions: &[usize]) -> PlanError {
+    if let Err(error) = dependencies(schedule) {
+        return error;
+    }
+    let blocked = positions.iter().enumerate().filter(|&(rank, &at)| at < schedule.programs()[rank].len());
+    let witness: Vec<Place> = blocked.map(|(rank, &at)| Place::at(schedule, rank, at)).collect();
+    let message = format!("{} ranks cannot go on", witness.len());
+    Fault::new(schedule, FaultKind::Deadlock, message, witness).into()
+}

@@ -1,0 +1,88 @@
+//! Reference patterns: when each op would run if every micro-batch repeated the one before it.
+
+use super::problem::{Op, OpKind, Order, Problem};
+
+/// A building block: how far apart the ops of one micro-batch lie along its way, in units of an average op. Micro-batch
+/// after micro-batch it repeats at the pace of the busiest rank (Qi et al., "Pipeline Parallelism with Controllable
+/// Memory", section 3). The sooner a block comes back to a rank, the fewer micro-batches are in flight.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Pattern {
+    /// Per chunk, the step from a stage's forward to the next stage's; then per chunk the step of the input gradients;
+    /// then the turns: from a chunk's last forward to the next chunk's first, from the last forward to its input
+    /// gradient, and from a chunk's last input gradient to that of the chunk before. A paced pattern has one more step
+    /// per chunk, from an input gradient to its weight gradient; else weight gradients run only where there is room.
+    pub(crate) steps: Vec<f64>,
+}
+
+impl Pattern {
+    /// The order of every rank's forwards and input gradients, with the weight gradients of a paced pattern up to the
+    /// last forward. Of two at one time, a backward comes first.
+    pub(crate) fn order(&self, problem: &Problem) -> Order {
+        let interval = problem.interval();
+        let offsets = self.offsets(problem, interval);
+        let paced = !problem.fused && self.steps.len() >= 5 * problem.num_chunks() - 1;
+        let kinds = [problem.backward_kind(), OpKind::Forward, OpKind::WeightGrad];
+        let kinds = if paced { &kinds[..] } else { &kinds[..2] };
+        (0..problem.num_ranks).map(|rank| merge(problem, rank, kinds, &offsets, interval)).collect()
+    }
+
+    /// When each stage's ops run for the first micro-batch, by kind.
+    fn offsets(&self, problem: &Problem, interval: f64) -> [Vec<f64>; 3] {
+        let (num_stages, num_chunks) = (problem.num_stages(), problem.num_chunks());
+        let unit = interval / (3.0 * f64::from(u32::try_from(num_chunks).unwrap_or(u32::MAX)));
+        let chunk = |stage: usize| usize::from(problem.chunk_of[stage]);
+        let turns = 2 * num_chunks;
+        let mut forward = vec![0.0; num_stages];
+        for stage in 1..num_stages {
+            let (here, before) = (chunk(stage), chunk(stage - 1));
+            let step = if here == before { here } else { turns + here.max(before) - 1 };
+            forward[stage] = forward[stage - 1] + self.steps[step] * unit;
+        }
+        let mut grad = vec![0.0; num_stages];
+        grad[num_stages - 1] = forward[num_stages - 1] + self.steps[turns + num_chunks - 1] * unit;
+        for stage in (0..num_stages - 1).rev() {
+            let (here, after) = (chunk(stage), chunk(stage + 1));
+            let step = if here == after { num_chunks + here } else { turns + num_chunks + here.min(after) };
+            grad[stage] = grad[stage + 1] + self.steps[step] * unit;
+        }
+        let lag = |stage: usize| self.steps.get(4 * num_chunks - 1 + chunk(stage)).copied().unwrap_or(0.0);
+        let weight = (0..num_stages).map(|stage| grad[stage] + lag(stage) * unit).collect();
+        [forward, grad, weight]
+    }
+}
+
+/// The next op of one stage and kind.
+struct Stream {
+    time: f64,
+    op: Op,
+    left: usize,
+}
+
+/// Merges the ops of a rank's stages by their reference times.
+fn merge(problem: &Problem, rank: usize, kinds: &[OpKind], offsets: &[Vec<f64>; 3], interval: f64) -> Vec<Op> {
+    let stages = &problem.stages_of[rank];
+    let left = problem.num_microbatches;
+    let stream = |kind: OpKind, stage: usize| Stream {
+        // A fused backward stands where the input gradient would.
+        time: offsets[if kind == OpKind::Backward { 1 } else { kind as usize }][stage],
+        op: Op::new(kind, problem.chunk_of[stage]),
+        left,
+    };
+    let pairs = kinds.iter().flat_map(|&kind| stages.iter().map(move |&stage| (kind, stage)));
+    let mut streams: Vec<Stream> = pairs.map(|(kind, stage)| stream(kind, stage)).collect();
+    let mut ops = Vec::with_capacity(kinds.len() * stages.len() * left);
+    while let Some(next) = streams.iter_mut().reduce(|first, other| if other.time < first.time { other } else { first })
+    {
+        ops.push(next.op);
+        next.time += interval;
+        next.left -= 1;
+        if next.left == 0 {
+            streams.retain(|stream| stream.left > 0);
+            if !streams.iter().any(|stream| stream.op.kind() == OpKind::Forward) {
+                // While the pipeline drains, weight gradients wait for gaps.
+                streams.retain(|stream| stream.op.kind() != OpKind::WeightGrad);
+            }
+        }
+    }
+    ops
+}

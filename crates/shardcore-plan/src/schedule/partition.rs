@@ -1,0 +1,300 @@
+//! Which consecutive layers form a stage.
+//!
+//! A pipeline runs at the pace of its heaviest stage, so [`balanced`] makes the heaviest part as light as it can be
+//! and nothing else comes before that. (Making the difference between the heaviest and the lightest part small is
+//! another aim: it may accept a heavier bottleneck.) Partitions with the same bottleneck are compared by the bytes
+//! that cross their cuts, then by the sum of the squares of their parts, then the earlier cut wins.
+//!
+//! A partition into `k` parts is given by `k + 1` boundaries: part `i` holds the layers `boundaries[i]` up to, but
+//! without, `boundaries[i + 1]`. No part is ever empty.
+
+use crate::error::{PlanError, Result};
+
+/// Cuts layers into `num_parts` parts whose largest weight is minimal.
+///
+/// `weights` are parameters, floating-point operations or measured times: finite and at least 0. The weight of a part
+/// is their sum from left to right. `cut_nbytes[i]` are the bytes that cross a cut between the layers `i` and `i + 1`,
+/// where they matter.
+///
+/// The bottleneck is found by bisection over all doubles with a greedy test, the ties by dynamic programming whose
+/// rows are divided and conquered (Galil and Park 1992, "Dynamic programming with convexity, concavity and sparsity",
+/// section 3): the cost of a part is a square, so the best cuts move one way only.
+///
+/// # Errors
+/// [`PlanError::TooFewLayers`], [`PlanError::BadLayer`], [`PlanError::BadPartition`], [`PlanError::OutOfRange`].
+pub fn balanced(weights: &[f64], num_parts: usize, cut_nbytes: Option<&[u64]>) -> Result<Vec<usize>> {
+    check_num_parts(weights.len(), num_parts)?;
+    check_weights(weights)?;
+    if let Some(nbytes) = cut_nbytes
+        && nbytes.len() + 1 != weights.len()
+    {
+        let (cuts, layers) = (weights.len() - 1, weights.len());
+        let reason = format!(
+            "cut_nbytes has {} entries, but {layers} layers have {cuts} places between them; give one entry for each",
+            nbytes.len()
+        );
+        return Err(PlanError::BadPartition { reason });
+    }
+    let bottleneck = smallest_bottleneck(weights, num_parts);
+    Ok(Ties::new(weights, bottleneck, cut_nbytes).solve(num_parts))
+}
+
+/// Cuts layers into `num_parts` parts whose lengths differ by at most one; the longer ones stand at the end, because
+/// the first ranks of a pipeline hold the most activations.
+///
+/// # Errors
+/// [`PlanError::TooFewLayers`] and [`PlanError::OutOfRange`].
+pub fn uniform(num_layers: usize, num_parts: usize) -> Result<Vec<usize>> {
+    check_num_parts(num_layers, num_parts)?;
+    let (length, longer) = (num_layers / num_parts, num_layers % num_parts);
+    let shorter = num_parts - longer;
+    Ok((0..=num_parts).map(|part| part * length + part.saturating_sub(shorter)).collect())
+}
+
+/// Spreads the marked layers evenly: [`balanced`] where a marked layer weighs 1 and any other nothing.
+///
+/// # Errors
+/// [`PlanError::BadPartition`] if no layer is marked, and those of [`balanced`].
+pub fn by_marks(marked: &[bool], num_parts: usize, cut_nbytes: Option<&[u64]>) -> Result<Vec<usize>> {
+    check_num_parts(marked.len(), num_parts)?;
+    if !marked.contains(&true) {
+        let reason = format!("none of the {} layers is marked, so there is nothing to spread over parts", marked.len());
+        return Err(PlanError::BadPartition { reason });
+    }
+    let weights: Vec<f64> = marked.iter().map(|&mark| f64::from(u8::from(mark))).collect();
+    balanced(&weights, num_parts, cut_nbytes)
+}
+
+/// Checks boundaries that someone chose by hand: from 0 to `num_layers`, each beyond the one before.
+///
+/// # Errors
+/// [`PlanError::BadPartition`] naming the first boundary that is wrong.
+pub fn manual(boundaries: Vec<usize>, num_layers: usize) -> Result<Vec<usize>> {
+    let bad = |reason: String| Err(PlanError::BadPartition { reason });
+    if boundaries.len() < 2 {
+        return bad(format!("{} boundaries make no part; give at least 0 and {num_layers}", boundaries.len()));
+    }
+    if boundaries[0] != 0 {
+        return bad(format!("boundary 0 is {}: the first part starts at layer 0", boundaries[0]));
+    }
+    for (index, pair) in boundaries.windows(2).enumerate() {
+        if pair[1] <= pair[0] {
+            let (part, position) = (index, index + 1);
+            return bad(format!(
+                "boundary {position} is {} and the one before it {}, so part {part} is empty; boundaries must grow",
+                pair[1], pair[0]
+            ));
+        }
+    }
+    match boundaries.last() {
+        Some(&last) if last != num_layers => {
+            let position = boundaries.len() - 1;
+            bad(format!("boundary {position} is {last}: the last part must end with the last layer, at {num_layers}"))
+        }
+        _ => Ok(boundaries),
+    }
+}
+
+fn check_num_parts(num_layers: usize, num_parts: usize) -> Result<()> {
+    if num_parts == 0 {
+        return Err(PlanError::OutOfRange { what: "num_parts", value: 0, expected: "at least 1" });
+    }
+    if num_layers < num_parts {
+        return Err(PlanError::TooFewLayers { num_layers, num_parts });
+    }
+    Ok(())
+}
+
+fn check_weights(weights: &[f64]) -> Result<()> {
+    let bad = weights.iter().position(|weight| !weight.is_finite() || *weight < 0.0);
+    if let Some(layer) = bad {
+        let reason = format!("its weight is {}: expected a finite number of at least 0", weights[layer]);
+        return Err(PlanError::BadLayer { layer, reason });
+    }
+    if !weights.iter().sum::<f64>().is_finite() {
+        let reason = "the weights add up to more than a double can hold; use a larger unit".to_owned();
+        return Err(PlanError::BadPartition { reason });
+    }
+    Ok(())
+}
+
+/// The smallest double under which the layers fit into `num_parts` parts.
+///
+/// Doubles that are not negative stand in the order of their bits. Adding from left to right is monotone in doubles
+/// too - a part without its first or last layer never weighs more - so filling each part as far as it goes is best.
+fn smallest_bottleneck(weights: &[f64], num_parts: usize) -> f64 {
+    let total: f64 = weights.iter().sum();
+    let (mut below, mut fits) = (0_u64, (total + 0.0).to_bits());
+    while below < fits {
+        let middle = below + (fits - below) / 2;
+        if num_filled(weights, f64::from_bits(middle)) <= num_parts {
+            fits = middle;
+        } else {
+            below = middle + 1;
+        }
+    }
+    f64::from_bits(fits)
+}
+
+/// How many parts there are when each is filled up to `limit`; more than there are layers if one is heavier than that.
+fn num_filled(weights: &[f64], limit: f64) -> usize {
+    let (mut parts, mut filled) = (1, 0.0);
+    for &weight in weights {
+        if weight > limit {
+            return usize::MAX;
+        }
+        filled += weight;
+        if filled > limit {
+            parts += 1;
+            filled = weight;
+        }
+    }
+    parts
+}
+
+/// What is compared between partitions of the same bottleneck: bytes cut first, then the squares of the parts.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+struct Cost {
+    cut_nbytes: u128,
+    squares: f64,
+}
+
+/// The search among the partitions none of whose parts exceeds the bottleneck.
+struct Ties<'a> {
+    cut_nbytes: Option<&'a [u64]>,
+    /// `prefix[i]` is the weight of the layers before `i`, in units of the total.
+    prefix: Vec<f64>,
+    /// `first[j]` is the earliest start of a part that ends before layer `j`.
+    first: Vec<usize>,
+}
+
+/// The best partitions into one number of parts of the layers before each `end`, for `end` from `start` on.
+struct Row {
+    start: usize,
+    costs: Vec<Cost>,
+    /// Where the last part of each begins.
+    cuts: Vec<usize>,
+}
+
+impl Row {
+    fn end(&self) -> usize {
+        self.start + self.costs.len()
+    }
+}
+
+impl<'a> Ties<'a> {
+    fn new(weights: &[f64], bottleneck: f64, cut_nbytes: Option<&'a [u64]>) -> Self {
+        let total = weights.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        let mut sum = 0.0;
+        let mut prefix = vec![0.0];
+        prefix.extend(weights.iter().map(|weight| {
+            sum += weight / total;
+            sum
+        }));
+        Self { cut_nbytes, prefix, first: earliest_starts(weights, bottleneck) }
+    }
+
+    fn solve(&self, num_parts: usize) -> Vec<usize> {
+        let num_layers = self.prefix.len() - 1;
+        let mut rows = vec![Row { start: 0, costs: vec![Cost { cut_nbytes: 0, squares: 0.0 }], cuts: vec![0] }];
+        for _ in 0..num_parts {
+            let row = self.next_row(&rows[rows.len() - 1], num_layers);
+            rows.push(row);
+        }
+        let mut boundaries = vec![num_layers];
+        for row in rows[1..].iter().rev() {
+            let end = boundaries[boundaries.len() - 1];
+            boundaries.push(row.cuts[end - row.start]);
+        }
+        boundaries.reverse();
+        boundaries
+    }
+
+    /// One part more. The ends that can be reached are consecutive: whatever fits into fewer parts can be cut again.
+    fn next_row(&self, before: &Row, num_layers: usize) -> Row {
+        let start = before.start + 1;
+        let end = (start..=num_layers).take_while(|&end| self.first[end] < before.end()).count() + start;
+        let unknown = Cost { cut_nbytes: u128::MAX, squares: f64::INFINITY };
+        let mut row = Row { start, costs: vec![unknown; end - start], cuts: vec![0; end - start] };
+        self.fill(before, &mut row, (start, end), (0, num_layers));
+        row
+    }
+
+    /// Fills the ends in `[from, to)`, whose best cuts lie in `[low, high]`.
+    fn fill(&self, before: &Row, row: &mut Row, (from, to): (usize, usize), (low, high): (usize, usize)) {
+        if from >= to {
+            return;
+        }
+        let end = from + (to - from) / 2;
+        let earliest = low.max(self.first[end]).max(before.start);
+        let latest = high.min(end - 1).min(before.end() - 1);
+        let mut best = (before.costs[earliest - before.start], earliest);
+        best.0 = self.with_part(best.0, earliest, end);
+        for cut in earliest + 1..=latest {
+            let cost = self.with_part(before.costs[cut - before.start], cut, end);
+            if cost < best.0 {
+                best = (cost, cut);
+            }
+        }
+        (row.costs[end - row.start], row.cuts[end - row.start]) = best;
+        self.fill(before, row, (from, end), (low, best.1));
+        self.fill(before, row, (end + 1, to), (best.1, high));
+    }
+
+    /// The cost with one part more, which begins at `cut` and ends before `end`.
+    fn with_part(&self, cost: Cost, cut: usize, end: usize) -> Cost {
+        let weight = self.prefix[end] - self.prefix[cut];
+        let crossing = cut.checked_sub(1).and_then(|place| Some(self.cut_nbytes?[place])).unwrap_or(0);
+        Cost { cut_nbytes: cost.cut_nbytes + u128::from(crossing), squares: cost.squares + weight * weight }
+    }
+}
+
+/// For each end, the earliest start of a part that does not exceed `limit`. Both grow together.
+fn earliest_starts(weights: &[f64], limit: f64) -> Vec<usize> {
+    let mut first = vec![0; weights.len() + 1];
+    let mut end = 0;
+    for start in 0..weights.len() {
+        let mut sum = weights[start..end].iter().sum::<f64>();
+        while end < weights.len() && sum + weights[end] <= limit {
+            sum += weights[end];
+            end += 1;
+            first[end] = start;
+        }
+    }
+    first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bottleneck_comes_before_the_difference() {
+        // Parts of 7, 3 and 3 differ less, but the pipeline would run at the pace of 7.
+        assert_eq!(balanced(&[1.0, 6.0, 3.0, 3.0], 3, None), Ok(vec![0, 1, 2, 4]));
+    }
+
+    #[test]
+    fn behind_a_heavy_layer_the_rest_is_balanced() {
+        assert_eq!(balanced(&[9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 3, None), Ok(vec![0, 1, 4, 7]));
+    }
+
+    #[test]
+    fn bytes_break_ties_and_only_ties() {
+        let even = [1.0; 5];
+        assert_eq!(balanced(&even, 2, Some(&[0, 9, 1, 0])), Ok(vec![0, 3, 5]));
+        assert_eq!(balanced(&even, 2, Some(&[0, 1, 9, 0])), Ok(vec![0, 2, 5]));
+    }
+
+    #[test]
+    fn uniform_parts_grow_to_the_end() {
+        assert_eq!(uniform(7, 4), Ok(vec![0, 1, 3, 5, 7]));
+        assert_eq!(uniform(30, 4), Ok(vec![0, 7, 14, 22, 30]));
+    }
+
+    #[test]
+    fn zeros_and_huge_ratios() {
+        assert_eq!(balanced(&[0.0; 4], 4, None), Ok(vec![0, 1, 2, 3, 4]));
+        assert_eq!(balanced(&[1e-300, 1e300, 0.0, 5e-324], 2, None).unwrap().len(), 3);
+    }
+}

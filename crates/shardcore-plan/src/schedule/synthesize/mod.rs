@@ -1,0 +1,218 @@
+//! Schedules made for given costs: from measured times, a latency and a memory cap to a schedule, and a proof of how far
+//! it can be from the best.
+//!
+//! 1. All named schedules of the placement that fit under the cap are candidates, so the result is never worse.
+//! 2. List scheduling of reference patterns with several rules looks for more, as for the V schedules
+//!    ([`v_shape`](super::generate::v_shape)).
+//! 3. A local search moves ops that lie on the critical path.
+//!
+//! The search counts work, not time, and draws its random numbers from a fixed seed: the same request gives the same
+//! schedule on every machine. Planning again after a profile is one call.
+
+mod bound;
+mod candidates;
+
+use super::costs::{CostSpec, Costs};
+use super::list::{Goal, Improver, Objective, Op, OpKind, Order, PatternSearch, Problem, Rule, Timing, Workspace};
+use super::placement::Placement;
+use super::program::{Header, Schedule};
+use crate::error::{PlanError, Result};
+
+/// What a schedule is wanted for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// Where the stages are: one chain.
+    pub placement: Placement,
+    /// Micro-batches of one step.
+    pub num_microbatches: u32,
+    /// Times, latency and sizes. `fused_backward` says what an input and a weight gradient take in one piece; the
+    /// schedule then fuses those for which it pays. `None`: there is nothing to gain by it.
+    pub costs: CostSpec,
+    /// The most that each rank may hold, in the unit of the sizes; `None` for no limit.
+    pub memory_cap: Option<Vec<f64>>,
+    /// What is to be short.
+    pub objective: Objective,
+}
+
+impl Request {
+    /// A request for the shortest makespan, with no limit on memory.
+    #[must_use]
+    pub fn new(placement: Placement, num_microbatches: u32, costs: CostSpec) -> Self {
+        Self { placement, num_microbatches, costs, memory_cap: None, objective: Objective::Makespan }
+    }
+
+    /// The same with one cap for all ranks.
+    #[must_use]
+    pub fn with_cap(self, cap: f64) -> Self {
+        let memory_cap = Some(vec![cap; self.placement.num_ranks() as usize]);
+        Self { memory_cap, ..self }
+    }
+
+    /// The same with another objective.
+    #[must_use]
+    pub fn with_objective(self, objective: Objective) -> Self {
+        Self { objective, ..self }
+    }
+}
+
+/// A schedule and how good it is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Synthesis {
+    /// The best schedule found.
+    pub schedule: Schedule,
+    /// What it takes: its makespan or span, as asked for.
+    pub value: f64,
+    /// No schedule of this placement takes less under these costs and caps.
+    pub lower_bound: f64,
+    /// How much longer the schedule takes than the bound, as a part of the bound: 0.03 is 3%.
+    pub gap: f64,
+    /// What found it: the name of a schedule, `list-scheduling` or `local-search`.
+    pub found_by: &'static str,
+}
+
+/// Makes a schedule for given costs.
+///
+/// # Errors
+/// [`PlanError::OutOfRange`] for counts; [`PlanError::BadCost`] for costs and caps that are negative, not a number, or
+/// not one for each stage or rank; [`PlanError::CapTooSmall`] where a rank cannot hold even one micro-batch;
+/// [`PlanError::OneChain`] for a bidirectional placement.
+pub fn synthesize(request: &Request) -> Result<Synthesis> {
+    let problem = problem_of(request)?;
+    let lower_bound = bound::lower_bound(&problem, request.objective);
+    // Sums in another order differ by a few bits.
+    let best = search(request, &problem, lower_bound * (1.0 + 1e-12))?;
+    let header = Header::new("synthesized", request.placement.clone(), request.num_microbatches);
+    let schedule = Schedule::new(header, problem.programs(&best.order))?;
+    let value = best.timing.value(request.objective);
+    let lower_bound = lower_bound.min(value);
+    let gap = if value > lower_bound { value / lower_bound - 1.0 } else { 0.0 };
+    Ok(Synthesis { schedule, value, lower_bound, gap, found_by: best.found_by })
+}
+
+/// Checks a request and brings it into the form of list scheduling.
+fn problem_of(request: &Request) -> Result<Problem> {
+    let Request { placement, num_microbatches, costs, memory_cap, .. } = request;
+    if *num_microbatches == 0 {
+        return Err(PlanError::num_microbatches(0));
+    }
+    if placement.num_chains() != 1 {
+        return Err(PlanError::OneChain);
+    }
+    Header::new("synthesized", placement.clone(), *num_microbatches).check()?;
+    let num_ranks = placement.num_ranks() as usize;
+    let caps = memory_cap.clone().unwrap_or_else(|| vec![f64::INFINITY; num_ranks]);
+    if caps.len() != num_ranks {
+        let (what, expected) =
+            (format!("memory_cap (a list of {})", caps.len()), format!("one entry for each of the {num_ranks} ranks"));
+        return Err(PlanError::BadCost { what, expected });
+    }
+    if let Some(rank) = caps.iter().position(|cap| cap.is_nan() || *cap < 0.0) {
+        let (what, expected) =
+            (format!("memory_cap of rank {rank} = {}", caps[rank]), "a number of at least 0".to_owned());
+        return Err(PlanError::BadCost { what, expected });
+    }
+    let problem = Problem::new(placement, &Costs::new(costs, placement, 1)?, *num_microbatches, caps.clone())?;
+    for (rank, cap) in caps.into_iter().enumerate() {
+        if problem.least_memory(rank) > problem.cap[rank] {
+            return Err(cap_too_small(&problem, rank, cap));
+        }
+    }
+    Ok(problem)
+}
+
+fn cap_too_small(problem: &Problem, rank: usize, cap: f64) -> PlanError {
+    PlanError::CapTooSmall { rank, cap: cap.to_string(), needed: problem.least_memory(rank).to_string() }
+}
+
+/// The best order so far.
+struct Best {
+    order: Order,
+    timing: Timing,
+    found_by: &'static str,
+}
+
+/// Ops that list scheduling may place, and those that the local search may.
+const BUDGET: [usize; 2] = [4_000_000, 10_000_000];
+
+/// How many orders either may try: for small problems that is enough.
+const TRIALS: [usize; 2] = [2_000, 10_000];
+
+fn budget(problem: &Problem, part: usize) -> usize {
+    BUDGET[part].min(TRIALS[part].saturating_mul(problem.num_ops()))
+}
+
+fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best> {
+    let goal = Goal::of(request.objective);
+    let mut space = Workspace::new(problem);
+    let mut best: Option<Best> = None;
+    let mut offer = |order: Order, timing: Timing, found_by: &'static str| {
+        if best.as_ref().is_none_or(|best| timing.value(request.objective) < best.timing.value(request.objective)) {
+            best = Some(Best { order, timing, found_by });
+        }
+    };
+    for (order, found_by) in candidates::named(request, problem)? {
+        if let Some(timing) = space.replay(problem, &order) {
+            offer(order, timing, found_by);
+        }
+    }
+    let pays =
+        (0..problem.num_stages()).any(|stage| problem.time[3][stage] < problem.time[1][stage] + problem.time[2][stage]);
+    let variants = if pays {
+        vec![problem.cautious(), problem.cautious().with_fused_backward()]
+    } else {
+        vec![problem.cautious()]
+    };
+    let (patterns, rules) = (candidates::patterns(request, problem), Rule::all().collect::<Vec<Rule>>());
+    for variant in &variants {
+        let mut lists = PatternSearch::new(variant, budget(problem, 0) / variants.len(), goal);
+        lists.run(&patterns, &rules, lower_bound);
+        if let Some(found) = lists.best {
+            offer(found.order, found.timing, "list-scheduling");
+        }
+    }
+    // One micro-batch after another fits: `problem_of` has checked it.
+    let mut best = best.ok_or_else(|| cap_too_small(problem, 0, problem.cap[0]))?;
+    if best.timing.value(request.objective) > lower_bound {
+        improve(problem, goal, lower_bound, &mut best);
+    }
+    if pays {
+        fuse(problem, goal, &mut space, &mut best);
+    }
+    Ok(best)
+}
+
+fn improve(problem: &Problem, goal: Goal, lower_bound: f64, best: &mut Best) {
+    if let Some(mut improver) = Improver::new(problem, &best.order, goal, 1) {
+        improver.run(budget(problem, 1), lower_bound);
+        let (order, timing) = improver.into_best();
+        if goal.score(&timing) < goal.score(&best.timing) {
+            *best = Best { order, timing, found_by: "local-search" };
+        }
+    }
+}
+
+/// Fuses an input gradient with the weight gradient right behind it wherever the schedule does not become longer, from
+/// the end of each rank on: there the input gradient is waited for least.
+fn fuse(problem: &Problem, goal: Goal, space: &mut Workspace, best: &mut Best) {
+    let mut tries = BUDGET[0] / problem.num_ops().max(1);
+    for rank in 0..problem.num_ranks {
+        let mut position = best.order[rank].len().saturating_sub(1);
+        while position > 0 && tries > 0 {
+            position -= 1;
+            let [first, second] = [best.order[rank][position], best.order[rank][position + 1]];
+            let pair = (first.kind(), second.kind(), first.chunk() == second.chunk());
+            if pair != (OpKind::InputGrad, OpKind::WeightGrad, true) {
+                continue;
+            }
+            tries -= 1;
+            let mut order = best.order.clone();
+            order[rank][position] = Op::new(OpKind::Backward, first.chunk());
+            order[rank].remove(position + 1);
+            // No timing: an older weight gradient still waits, so that the pair is of two micro-batches.
+            let timing = space.replay(problem, &order).filter(|timing| goal.score(timing) <= goal.score(&best.timing));
+            if let Some(timing) = timing {
+                (best.order, best.timing) = (order, timing);
+            }
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Lowered programs with one fault in their communication: the checker must refuse each of them.
+
+use proptest::prelude::*;
+use shardcore_plan::PlanError;
+use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
+use shardcore_plan::schedule::{Action, ActionKind, Lowering, OptimizerStep, ReduceTiming, Schedule};
+
+use crate::mutation::{Dice, Programs, find, kill, shift};
+use crate::timed::any_flat;
+
+fn any_lowered() -> impl Strategy<Value = Schedule> {
+    (any_flat(), 1_u32..=3).prop_map(|(schedule, receives_ahead)| {
+        schedule.lower(&Lowering { receives_ahead, ..Lowering::default() }).unwrap()
+    })
+}
+
+/// Lowered for `ZeRO`-3 with an optimizer step.
+fn any_sharded() -> impl Strategy<Value = Schedule> {
+    let optimizer = prop::sample::select(vec![OptimizerStep::Barrier, OptimizerStep::PostValidation]);
+    let reduce = prop::sample::select(ReduceTiming::ALL);
+    (any_flat(), optimizer, reduce).prop_map(|(schedule, optimizer, reduce)| {
+        let lowering = Lowering { zero_stage: Some(3), optimizer, reduce, ..Lowering::default() };
+        schedule.lower(&lowering).unwrap()
+    })
+}
+
+fn is_message(action: Action) -> bool {
+    action.kind.is_send() || action.kind.is_recv()
+}
+
+/// The rank at the other end of a send or a receive.
+fn peer(schedule: &Schedule, action: Action) -> Option<u32> {
+    schedule.placement().partner(action).map(|partner| schedule.placement().rank_of(partner.stage))
+}
+
+fn drop_message(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| is_message(action))?;
+    programs[rank].remove(at);
+    Some(())
+}
+
+fn duplicate_send(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| action.kind.is_send())?;
+    let action = programs[rank][at];
+    let to = at + dice.below(programs[rank].len() + 1 - at);
+    programs[rank].insert(to, action);
+    Some(())
+}
+
+fn send_before_compute(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| action.kind.is_send())?;
+    let Action { kind, stage, microbatch, .. } = programs[rank][at];
+    let makers: &[ActionKind] = if kind == ActionKind::SendForward {
+        &[ActionKind::Forward]
+    } else {
+        &[ActionKind::Backward, ActionKind::InputGrad]
+    };
+    let made = find(&programs[rank], makers, stage, microbatch)?;
+    let to = dice.below(made + 1);
+    shift(&mut programs[rank], at, to);
+    Some(())
+}
+
+/// Two receives from one rank change places.
+fn swap_receives(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| action.kind.is_recv())?;
+    let from = peer(schedule, programs[rank][at])?;
+    let others: Vec<usize> = (0..programs[rank].len())
+        .filter(|&other| {
+            let action = programs[rank][other];
+            other != at && action.kind.is_recv() && peer(schedule, action) == Some(from)
+        })
+        .collect();
+    if others.is_empty() {
+        return None;
+    }
+    let other = others[dice.below(others.len())];
+    programs[rank].swap(at, other);
+    Some(())
+}
+
+/// A receive is posted behind the next message that its rank exchanges with the same rank.
+fn late_receive(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let next_of = |program: &[Action], at: usize| {
+        let with = peer(schedule, program[at]);
+        let later = program[at + 1..].iter().position(|&action| is_message(action) && peer(schedule, action) == with);
+        later.map(|later| at + 1 + later)
+    };
+    let (rank, at) = {
+        let late = |rank: usize, at: usize, action: Action| {
+            action.kind.is_recv() && next_of(&schedule.programs()[rank], at).is_some()
+        };
+        dice.place(programs, late)?
+    };
+    let to = next_of(&programs[rank], at)?;
+    shift(&mut programs[rank], at, to);
+    Some(())
+}
+
+fn wrong_slot(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| action.kind.is_recv())?;
+    let by = 1 + u16::try_from(dice.below(3)).unwrap();
+    programs[rank][at].slot = programs[rank][at].slot.wrapping_add(by);
+    Some(())
+}
+
+fn is_sharding(action: Action) -> bool {
+    !action.kind.has_microbatch() && action.kind != ActionKind::TiedReduce
+}
+
+fn drop_sharding(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let (rank, at) = dice.place(programs, |_, _, action| is_sharding(action))?;
+    programs[rank].remove(at);
+    Some(())
+}
+
+/// A reduction or an optimizer step before the last weight gradient of its stage.
+fn early_sharding(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let once = schedule.lowering()?.reduce == ReduceTiming::Once;
+    let (rank, at) = dice.place(programs, |_, _, action| {
+        action.kind == ActionKind::Optimizer || (once && action.kind == ActionKind::Reduce)
+    })?;
+    let stage = programs[rank][at].stage;
+    let makes =
+        |action: &Action| action.stage == stage && matches!(action.kind, ActionKind::Backward | ActionKind::WeightGrad);
+    let last = programs[rank].iter().rposition(makes)?;
+    let to = dice.below(last + 1);
+    shift(&mut programs[rank], at, to);
+    Some(())
+}
+
+/// Under the communication that the header declares.
+fn by_check(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
+    check::check(mutant)
+}
+
+fn by_pair_fifo(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
+    check::communication(mutant, Delivery::PairFifo)
+}
+
+fn by_directed(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
+    check::communication(mutant, Delivery::Directed)
+}
+
+#[test]
+fn dropped_sends_and_receives() {
+    kill(any_lowered(), drop_message, &[FaultKind::Missing], by_check);
+}
+
+#[test]
+fn duplicate_sends() {
+    kill(any_lowered(), duplicate_send, &[FaultKind::Duplicate], by_check);
+}
+
+#[test]
+fn sends_before_their_computation() {
+    kill(any_lowered(), send_before_compute, &[FaultKind::Order], by_check);
+}
+
+#[test]
+fn swapped_receives() {
+    let kinds = [FaultKind::Order, FaultKind::Mismatch, FaultKind::Slot, FaultKind::Deadlock];
+    kill(any_lowered(), swap_receives, &kinds, by_check);
+    kill(any_lowered(), swap_receives, &kinds, by_directed);
+}
+
+#[test]
+fn receives_posted_late() {
+    let kinds = [FaultKind::Order, FaultKind::Mismatch, FaultKind::Deadlock, FaultKind::Slot];
+    kill(any_lowered(), late_receive, &kinds, by_check);
+    kill(any_lowered(), late_receive, &kinds, by_pair_fifo);
+}
+
+#[test]
+fn receives_into_another_slot() {
+    kill(any_lowered(), wrong_slot, &[FaultKind::Slot], by_check);
+}
+
+#[test]
+fn dropped_gathers_releases_reductions_and_steps() {
+    kill(any_sharded(), drop_sharding, &[FaultKind::Missing, FaultKind::Sharding], by_check);
+}
+
+#[test]
+fn reductions_and_steps_before_the_last_gradient() {
+    kill(any_sharded(), early_sharding, &[FaultKind::Sharding], by_check);
+}

@@ -1,0 +1,428 @@
+//! `shardcore.plan`: pipeline schedules as frozen Python objects.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use shardcore_plan::PlanError;
+use shardcore_plan::schedule::check::{self, Delivery};
+use shardcore_plan::schedule::{
+    Action, CommModel, CostSpec, Costs, Gating, Header, Lowering, Placement, Schedule, ScheduleName, generate,
+};
+
+use crate::action::{ActionLike, PyAction};
+use crate::error::CoreError;
+use crate::gil;
+use crate::schedule_args::{PyAmount, PyCosts, PyLowering, amount, count, lowering, lowering_dict, network};
+use crate::simulation::PySimulation;
+
+/// What each rank of a pipeline does, in which order.
+///
+/// Made by ``pipeline_schedule``, ``evaluation_schedule``, ``synthesize``, the ``from_...`` methods, or from programs
+/// of your own: one list of actions (or of their texts, ``["0F0", "0B0"]``) for each rank. ``placement`` is the rank
+/// of every stage. Micro-batches of a step, slices of a sequence and chains of a bidirectional pipeline are counted by
+/// ``num_microbatches``, ``num_slices`` and ``num_chains``. ``gating`` says when the parts of a composite start:
+/// ``"all"`` inputs are there, or each part's ``"own"``. ``comm`` is the strictest communication under which the
+/// lowered program is declared to run. Programs with more than compute are lowered; ``lowering`` is what for, as the
+/// property of that name gives it (``None``: communication only).
+///
+/// The constructor checks that every action is in range; ``check`` whether the order can be executed. Frozen,
+/// comparable, hashable and picklable.
+#[pyclass(frozen, eq, hash, name = "PipelineSchedule", module = "shardcore.plan")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyPipelineSchedule(pub(crate) Arc<Schedule>);
+
+impl From<Schedule> for PyPipelineSchedule {
+    fn from(schedule: Schedule) -> Self {
+        Self(Arc::new(schedule))
+    }
+}
+
+#[pymethods]
+impl PyPipelineSchedule {
+    #[new]
+    #[pyo3(signature = (programs, placement, num_microbatches, *, name = "custom", num_slices = 1, num_chains = 1, gating = "all", comm = "blocking", lowering = None))]
+    #[expect(clippy::too_many_arguments, reason = "one for each field of the header")]
+    fn new(
+        py: Python<'_>,
+        programs: Vec<Vec<ActionLike>>,
+        placement: Vec<u32>,
+        num_microbatches: i128,
+        name: &str,
+        num_slices: i128,
+        num_chains: i128,
+        gating: &str,
+        comm: &str,
+        lowering: Option<PyLowering>,
+    ) -> PyResult<Self> {
+        let header = Header {
+            name: name.to_owned(),
+            num_microbatches: count(num_microbatches, PlanError::num_microbatches)?,
+            num_slices: count(num_slices, PlanError::num_slices)?,
+            placement: placed(placement, num_chains)?,
+            gating: Gating::from_name(gating).map_err(CoreError::from)?,
+            comm: CommModel::from_name(comm).map_err(CoreError::from)?,
+        };
+        let programs = actions(programs);
+        gil::run(py, || assembled(header, programs, lowering.map(|given| given.0))).map(Self::from)
+    }
+
+    /// The same schedule with other programs: one list of actions (or of their texts) for each rank.
+    ///
+    /// Raises ``PlanError`` where an action is out of range.
+    fn with_programs(&self, py: Python<'_>, programs: Vec<Vec<ActionLike>>) -> PyResult<Self> {
+        let programs = actions(programs);
+        let (header, lowering) = (self.0.header().clone(), self.0.lowering().cloned());
+        gil::run(py, || assembled(header, programs, lowering)).map(Self::from)
+    }
+
+    /// Name of the generator, or the user's.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.header().name
+    }
+
+    /// Number of ranks.
+    #[getter]
+    fn num_ranks(&self) -> u32 {
+        self.0.num_ranks()
+    }
+
+    /// Number of stages over all chains.
+    #[getter]
+    fn num_stages(&self) -> u32 {
+        self.0.num_stages()
+    }
+
+    /// The most stages that one micro-batch crosses on one rank.
+    #[getter]
+    fn num_chunks(&self) -> u32 {
+        self.0.num_chunks()
+    }
+
+    /// Micro-batches of one step.
+    #[getter]
+    fn num_microbatches(&self) -> u32 {
+        self.0.num_microbatches()
+    }
+
+    /// Slices into which a sequence is cut (``seq-1f1b``); 1 elsewhere.
+    #[getter]
+    fn num_slices(&self) -> u32 {
+        self.0.header().num_slices
+    }
+
+    /// Copies of the model between which the micro-batches are divided: 2 for a bidirectional pipeline, else 1.
+    #[getter]
+    fn num_chains(&self) -> u32 {
+        self.0.placement().num_chains()
+    }
+
+    /// The rank of every stage.
+    #[getter]
+    fn placement(&self) -> &[u32] {
+        self.0.placement().ranks()
+    }
+
+    /// When the parts of a composite may start: ``"all"`` inputs are there, or each part's ``"own"``.
+    #[getter]
+    fn gating(&self) -> &'static str {
+        self.0.header().gating.name()
+    }
+
+    /// The strictest communication under which the lowered program is declared to run.
+    #[getter]
+    fn comm(&self) -> &'static str {
+        self.0.header().comm.name()
+    }
+
+    /// Whether the programs hold communication.
+    #[getter]
+    fn is_lowered(&self) -> bool {
+        self.0.is_lowered()
+    }
+
+    /// What the schedule was lowered for, as keyword arguments of ``lower``; ``None`` for one that is not lowered.
+    #[getter]
+    fn lowering<'py>(&self, py: Python<'py>) -> PyResult<Option<BTreeMap<String, Bound<'py, PyAny>>>> {
+        self.0.lowering().map(|lowering| lowering_dict(py, lowering)?.extract()).transpose()
+    }
+
+    /// Adds communication, and what sharding and optimizer need, to a schedule of compute actions.
+    ///
+    /// ``zero_stage`` (0 to 3) adds reductions of gradients, at 3 also gathers of parameters; ``None`` neither.
+    /// ``reduce`` is ``"once"`` behind a stage's last weight gradient or ``"per-microbatch"`` (at stages 2 and 3).
+    /// ``optimizer`` is ``"absent"``, ``"barrier"`` (behind all gradients of the rank) or ``"post-validation"`` (each
+    /// stage as soon as its gradients are reduced). ``tied`` has groups of stages that share weights.
+    /// ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used,
+    /// ``max_unsharded`` the stages that a rank gathers at once.
+    ///
+    /// Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, and for options that do not
+    /// fit each other.
+    #[pyo3(signature = (*, zero_stage = None, reduce = "once", optimizer = "absent", tied = Vec::new(), receives_ahead = 2, max_unsharded = 2), text_signature = "($self, *, zero_stage=None, reduce='once', optimizer='absent', tied=(), receives_ahead=2, max_unsharded=2)")]
+    #[expect(clippy::too_many_arguments, reason = "one for each option")]
+    fn lower(
+        &self,
+        py: Python<'_>,
+        zero_stage: Option<i128>,
+        reduce: &str,
+        optimizer: &str,
+        tied: Vec<Vec<u32>>,
+        receives_ahead: i128,
+        max_unsharded: i128,
+    ) -> PyResult<Self> {
+        let options = lowering(zero_stage, reduce, optimizer, tied, receives_ahead, max_unsharded)?;
+        gil::run(py, || self.0.lower(&options)).map(Self::from)
+    }
+
+    /// The actions of one rank, in their order. Raises ``PlanError`` for a rank out of range.
+    fn program(&self, rank: i128) -> Result<Vec<PyAction>, CoreError> {
+        let num_ranks = self.0.num_ranks();
+        let known = u32::try_from(rank).map_err(|_| PlanError::NoSuchRank { rank, num_ranks })?;
+        Ok(self.0.program(known)?.iter().copied().map(PyAction).collect())
+    }
+
+    /// The stages of one rank, ascending. Raises ``PlanError`` for a rank out of range.
+    fn stages(&self, rank: i128) -> Result<&[u32], CoreError> {
+        let num_ranks = self.0.num_ranks();
+        let known = u32::try_from(rank).ok().filter(|rank| *rank < num_ranks);
+        let known = known.ok_or(PlanError::NoSuchRank { rank, num_ranks })?;
+        Ok(self.0.placement().stages_of(known))
+    }
+
+    /// Simulates the programs and says when everything runs, what is idle and what is held.
+    ///
+    /// A cost or size is a number, per rank and micro-batch (a chunk takes ``1 / num_chunks`` of it), or a list with
+    /// one entry per stage. Times are ``forward``, ``input_grad`` and ``weight_grad``; a whole backward takes
+    /// ``fused_backward``, or the sum of the two gradients. ``hop`` is the latency between two ranks. ``activation`` is
+    /// held from the forward to the input gradient (or the whole backward), ``stash`` from there to the weight gradient
+    /// (``None``: the same).
+    ///
+    /// Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
+    /// each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
+    /// its messages. ``composite`` scales the time of a composite against the sum of its parts.
+    ///
+    /// Raises ``PlanError`` for costs that do not fit, and for programs that cannot go on.
+    #[pyo3(signature = (forward, input_grad, weight_grad, hop = 0.0, activation = PyAmount::ONE, stash = None, *, fused_backward = None, latency = None, message = None, bandwidth = None, overlap = true, composite = 1.0), text_signature = "($self, forward, input_grad, weight_grad, hop=0.0, activation=1.0, stash=None, *, fused_backward=None, latency=None, message=None, bandwidth=None, overlap=True, composite=1.0)")]
+    #[expect(clippy::too_many_arguments, reason = "one for each cost")]
+    fn simulate(
+        &self,
+        py: Python<'_>,
+        forward: PyAmount,
+        input_grad: PyAmount,
+        weight_grad: PyAmount,
+        hop: f64,
+        activation: PyAmount,
+        stash: Option<PyAmount>,
+        fused_backward: Option<PyAmount>,
+        latency: Option<BTreeMap<(u32, u32), f64>>,
+        message: Option<Vec<f64>>,
+        bandwidth: Option<f64>,
+        overlap: bool,
+        composite: f64,
+    ) -> PyResult<PySimulation> {
+        let spec = CostSpec {
+            forward: forward.0,
+            input_grad: input_grad.0,
+            weight_grad: weight_grad.0,
+            fused_backward: amount(fused_backward),
+            hop,
+            activation: activation.0,
+            stash: amount(stash),
+        };
+        let network = network(latency, message, bandwidth, overlap, composite);
+        gil::run(py, || PySimulation::of(&self.0, &spec, &network))
+    }
+
+    /// Checks that the programs can be executed; on a fault the error shows the grid with the failing cell marked.
+    ///
+    /// Always: each action is there once, on its rank, behind what it needs, and no ranks wait for each other.
+    /// ``comm`` adds communication under one way to deliver messages: ``"buffered"`` (a send never waits),
+    /// ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
+    /// queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
+    /// computations is posted together). ``capacity`` bounds the messages under way on a directed edge instead. A
+    /// schedule that is not lowered is lowered for that. ``None`` is what the schedule declares.
+    ///
+    /// With ``memory_cap`` no rank may hold more than that, where ``activation`` and ``stash`` are as in ``simulate``.
+    ///
+    /// Raises ``PlanError`` with the first fault.
+    #[pyo3(signature = (comm = None, memory_cap = None, activation = PyAmount::ONE, stash = None, *, capacity = None), text_signature = "($self, comm=None, memory_cap=None, activation=1.0, stash=None, *, capacity=None)")]
+    fn check(
+        &self,
+        py: Python<'_>,
+        comm: Option<&str>,
+        memory_cap: Option<f64>,
+        activation: PyAmount,
+        stash: Option<PyAmount>,
+        capacity: Option<u32>,
+    ) -> PyResult<()> {
+        let delivery = delivery(comm, capacity)?;
+        let spec = CostSpec { activation: activation.0, stash: amount(stash), ..CostSpec::default() };
+        gil::run(py, || {
+            check_under(&self.0, delivery)?;
+            match memory_cap {
+                Some(cap) => check::memory(&self.0, cap, &costs_of(&self.0, &spec)?),
+                None => Ok(()),
+            }
+        })
+    }
+
+    /// SHA-256 of the schedule as 64 hexadecimal digits: equal schedules have equal digests, on every platform.
+    fn digest(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run_infallible(py, || self.0.digest())
+    }
+
+    /// The schedule as an aligned text table, one line a rank; a long one shows both ends.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run_infallible(py, || self.0.explain())
+    }
+
+    /// The schedule as text for people and files: a header, then one line a rank. ``from_text`` reads it.
+    fn to_text(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run_infallible(py, || self.0.to_text())
+    }
+
+    /// Reads exactly what ``to_text`` wrote; anything more or less is a ``PlanError`` naming its line and column.
+    #[classmethod]
+    fn from_text(cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        gil::run(cls.py(), || Schedule::from_text(text)).map(Self::from)
+    }
+
+    /// The schedule as a compact JSON document, which ``from_json`` and ``first_difference`` read.
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run_infallible(py, || self.0.to_json())
+    }
+
+    /// Reads what ``to_json`` wrote. Raises ``PlanError`` if the text is no schedule.
+    #[classmethod]
+    fn from_json(cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        gil::run(cls.py(), || Schedule::from_json(text)).map(Self::from)
+    }
+
+    /// The schedule as the CSV of ``torch.distributed.pipelining``, which its ``_load_csv`` reads.
+    ///
+    /// Raises ``PlanError`` for what torch has no form for: two chains, sequence slices, forward-only programs, tied
+    /// reductions and optimizer steps.
+    fn to_torch_csv(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run(py, || self.0.to_torch_csv())
+    }
+
+    /// Reads the CSV of ``torch.distributed.pipelining``, with or without communication.
+    ///
+    /// Raises ``PlanError`` naming the line and column of the first fault.
+    #[classmethod]
+    #[pyo3(signature = (text, *, name = "torch"))]
+    fn from_torch_csv(cls: &Bound<'_, PyType>, text: &str, name: &str) -> PyResult<Self> {
+        gil::run(cls.py(), || Schedule::from_torch_csv(name, text)).map(Self::from)
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.num_actions()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<PipelineSchedule {}>", self.0)
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((py.get_type::<Self>().getattr("from_text")?, (self.to_text(py)?,)))
+    }
+}
+
+/// Costs on the stages of a schedule.
+fn costs_of(schedule: &Schedule, spec: &CostSpec) -> Result<Costs, PlanError> {
+    Costs::new(spec, schedule.placement(), schedule.header().num_slices)
+}
+
+/// The way to deliver messages; ``None`` for what the schedule declares.
+fn delivery(comm: Option<&str>, capacity: Option<u32>) -> Result<Option<Delivery>, CoreError> {
+    match (comm, capacity) {
+        (_, Some(messages)) => Ok(Some(Delivery::Capacity(messages))),
+        (Some("batched"), None) => Ok(Some(Delivery::Batched)),
+        (Some(name), None) => Ok(Some(CommModel::from_name(name)?.into())),
+        (None, None) => Ok(None),
+    }
+}
+
+fn check_under(schedule: &Schedule, delivery: Option<Delivery>) -> Result<(), PlanError> {
+    match delivery {
+        None => check::check(schedule),
+        Some(delivery) if schedule.is_lowered() => check::communication(schedule, delivery),
+        Some(delivery) => {
+            check::dependencies(schedule)?;
+            check::communication(&schedule.lower(&Lowering::default())?, delivery)
+        }
+    }
+}
+
+/// The placement with its number of chains.
+fn placed(ranks: Vec<u32>, num_chains: i128) -> Result<Placement, CoreError> {
+    let chains = count(num_chains, |value| PlanError::OutOfRange { what: "num_chains", value, expected: "1 or 2" })?;
+    Ok(Placement::new(ranks, chains)?)
+}
+
+/// Plain programs from those of Python.
+fn actions(programs: Vec<Vec<ActionLike>>) -> Vec<Vec<Action>> {
+    programs.into_iter().map(|program| program.into_iter().map(|action| action.0).collect()).collect()
+}
+
+/// Programs with more than compute are lowered ones.
+fn assembled(header: Header, programs: Vec<Vec<Action>>, lowering: Option<Lowering>) -> Result<Schedule, PlanError> {
+    let only_compute = programs.iter().flatten().all(|action| action.kind.is_compute());
+    match lowering {
+        None if only_compute => Schedule::new(header, programs),
+        lowering => Schedule::new_lowered(header, programs, lowering.unwrap_or_default()),
+    }
+}
+
+/// Builds a named schedule.
+///
+/// ``name`` is one of ``1f1b``, ``gpipe``, ``eager-1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
+/// ``interleaved-zb``, ``zb-v``, ``v-half``, ``v-min``, ``dualpipe``, ``dualpipe-v`` and ``seq-1f1b``. Any number of
+/// micro-batches works, also fewer than ranks. ``num_chunks`` is the number of stages on each rank (for ``seq-1f1b``
+/// the number of slices of a sequence); ``None`` is the schedule's own. ``costs`` guide the V schedules: ``(forward,
+/// input_grad, weight_grad)``, or with ``hop`` as a fourth, or a mapping of the names that ``simulate`` takes.
+///
+/// Raises ``PlanError`` for an unknown name and for counts or costs that the schedule cannot have.
+#[pyfunction]
+#[pyo3(signature = (name, num_ranks, num_microbatches, num_chunks = None, costs = None))]
+pub(crate) fn pipeline_schedule(
+    py: Python<'_>,
+    name: &str,
+    num_ranks: i128,
+    num_microbatches: i128,
+    num_chunks: Option<i128>,
+    costs: Option<PyCosts>,
+) -> PyResult<PyPipelineSchedule> {
+    let name = ScheduleName::from_name(name).map_err(CoreError::from)?;
+    let num_ranks = count(num_ranks, PlanError::num_ranks)?;
+    let num_microbatches = count(num_microbatches, PlanError::num_microbatches)?;
+    let num_chunks = num_chunks.map(|value| count(value, PlanError::num_chunks)).transpose()?;
+    let costs = costs.map(|costs| costs.0);
+    gil::run(py, || generate::build(name, num_ranks, num_microbatches, num_chunks, costs.as_ref()))
+        .map(PyPipelineSchedule::from)
+}
+
+/// The names that ``pipeline_schedule`` takes.
+#[pyfunction]
+pub(crate) fn schedule_names() -> Vec<&'static str> {
+    ScheduleName::ALL.iter().map(|name| name.name()).collect()
+}
+
+/// Builds the forward-only program of a placement, for evaluation.
+///
+/// ``placement`` is the rank of every stage, in ``num_chains`` copies of the model. Any number of micro-batches works.
+/// Raises ``PlanError`` for a placement that leaves a rank without a stage.
+#[pyfunction]
+#[pyo3(signature = (placement, num_microbatches, *, num_chains = 1))]
+pub(crate) fn evaluation_schedule(
+    py: Python<'_>,
+    placement: Vec<u32>,
+    num_microbatches: i128,
+    num_chains: i128,
+) -> PyResult<PyPipelineSchedule> {
+    let placement = placed(placement, num_chains)?;
+    let num_microbatches = count(num_microbatches, PlanError::num_microbatches)?;
+    gil::run(py, || generate::evaluation::evaluation(placement, num_microbatches)).map(PyPipelineSchedule::from)
+}

@@ -1,0 +1,219 @@
+//! Python arguments of pipeline schedules: counts, costs, actions.
+
+use std::collections::BTreeMap;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+#[cfg(feature = "stubs")]
+use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
+use shardcore_plan::PlanError;
+use shardcore_plan::schedule::simulate::Network;
+use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
+
+use crate::error::CoreError;
+
+/// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
+pub(crate) fn count(value: i128, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
+    u32::try_from(value).map_err(|_| error(value).into())
+}
+
+/// A cost or a size: a number (per rank and micro-batch) or a list (per stage).
+pub(crate) struct PyAmount(pub(crate) Amount);
+
+impl<'py> FromPyObject<'_, 'py> for PyAmount {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        type_hint_identifier!("builtins", "float"),
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Iterable"),
+            type_hint_identifier!("builtins", "float")
+        )
+    );
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(value) = object.extract::<f64>() {
+            return Ok(Self(Amount::PerRank(value)));
+        }
+        let per_stage = object.try_iter().and_then(|items| items.map(|item| item?.extract()).collect());
+        match per_stage {
+            Ok(values) => Ok(Self(Amount::PerStage(values))),
+            Err(_) => Err(PyTypeError::new_err(format!(
+                "expected a number (per rank and micro-batch) or a list of numbers (per stage), got {:?}",
+                object.to_owned()
+            ))),
+        }
+    }
+}
+
+impl PyAmount {
+    /// One unit of memory for a micro-batch on a rank: the default of activations.
+    pub(crate) const ONE: Self = Self(Amount::PerRank(1.0));
+}
+
+/// Unwraps an optional amount.
+pub(crate) fn amount(given: Option<PyAmount>) -> Option<Amount> {
+    given.map(|given| given.0)
+}
+
+/// The costs that guide a generator, in any of their spellings.
+pub(crate) struct PyCosts(pub(crate) CostSpec);
+
+impl<'py> FromPyObject<'_, 'py> for PyCosts {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Mapping"),
+            type_hint_identifier!("builtins", "str"),
+            type_hint_identifier!("typing", "Any")
+        ),
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Sequence"),
+            type_hint_identifier!("typing", "Any")
+        )
+    );
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let mut spec = CostSpec::default();
+        let keyed = object.call_method0("items");
+        if let Ok(items) = keyed {
+            for item in items.try_iter()? {
+                let (key, value): (String, Bound<'py, PyAny>) = item?.extract()?;
+                set(&mut spec, &key, &value)?;
+            }
+            return Ok(Self(spec));
+        }
+        let values: Vec<Bound<'py, PyAny>> = object.extract().map_err(|_| wrong_costs(object))?;
+        if !(3..=4).contains(&values.len()) {
+            return Err(wrong_costs(object));
+        }
+        for (key, value) in ["forward", "input_grad", "weight_grad", "hop"].into_iter().zip(&values) {
+            set(&mut spec, key, value)?;
+        }
+        Ok(Self(spec))
+    }
+}
+
+fn wrong_costs(object: Borrowed<'_, '_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!(
+        "costs are (forward, input_grad, weight_grad) or with hop as a fourth, or a mapping of those names, got {:?}",
+        object.to_owned()
+    ))
+}
+
+fn set(spec: &mut CostSpec, key: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    let amount = |value: &Bound<'_, PyAny>| Ok::<_, PyErr>(value.extract::<PyAmount>()?.0);
+    let optional = |value: &Bound<'_, PyAny>| Ok::<_, PyErr>(value.extract::<Option<PyAmount>>()?.map(|given| given.0));
+    match key {
+        "forward" => spec.forward = amount(value)?,
+        "input_grad" => spec.input_grad = amount(value)?,
+        "weight_grad" => spec.weight_grad = amount(value)?,
+        "fused_backward" => spec.fused_backward = optional(value)?,
+        "hop" => spec.hop = value.extract()?,
+        "activation" => spec.activation = amount(value)?,
+        "stash" => spec.stash = optional(value)?,
+        _ => {
+            return Err(PyTypeError::new_err(format!(
+                "unknown cost {key:?}: expected forward, input_grad, weight_grad, fused_backward, hop, activation or stash"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The links between ranks, from keyword arguments.
+pub(crate) fn network(
+    latency: Option<BTreeMap<(u32, u32), f64>>,
+    message: Option<Vec<f64>>,
+    bandwidth: Option<f64>,
+    overlap: bool,
+    composite: f64,
+) -> Network {
+    Network {
+        latency: latency.unwrap_or_default(),
+        message: message.unwrap_or_default(),
+        bandwidth: bandwidth.unwrap_or(f64::INFINITY),
+        overlap,
+        composite,
+    }
+}
+
+/// What a schedule is lowered for, from the keyword arguments of `lower`.
+pub(crate) fn lowering(
+    zero_stage: Option<i128>,
+    reduce: &str,
+    optimizer: &str,
+    tied: Vec<Vec<u32>>,
+    receives_ahead: i128,
+    max_unsharded: i128,
+) -> Result<Lowering, CoreError> {
+    let stage = |value| {
+        u8::try_from(value).map_err(|_| PlanError::OutOfRange { what: "zero_stage", value, expected: "0, 1, 2 or 3" })
+    };
+    Ok(Lowering {
+        zero_stage: zero_stage.map(stage).transpose()?,
+        reduce: ReduceTiming::from_name(reduce)?,
+        optimizer: OptimizerStep::from_name(optimizer)?,
+        tied,
+        receives_ahead: count(receives_ahead, |value| at_least_1("receives_ahead", value))?,
+        max_unsharded: count(max_unsharded, |value| at_least_1("max_unsharded", value))?,
+    })
+}
+
+fn at_least_1(what: &'static str, value: i128) -> PlanError {
+    PlanError::OutOfRange { what, value, expected: "at least 1" }
+}
+
+/// The same as a dict.
+pub(crate) fn lowering_dict<'py>(py: Python<'py>, lowering: &Lowering) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("zero_stage", lowering.zero_stage)?;
+    dict.set_item("reduce", lowering.reduce.name())?;
+    dict.set_item("optimizer", lowering.optimizer.name())?;
+    dict.set_item("tied", &lowering.tied)?;
+    dict.set_item("receives_ahead", lowering.receives_ahead)?;
+    dict.set_item("max_unsharded", lowering.max_unsharded)?;
+    Ok(dict)
+}
+
+/// A mapping of those keyword arguments.
+pub(crate) struct PyLowering(pub(crate) Lowering);
+
+impl<'py> FromPyObject<'_, 'py> for PyLowering {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: PyStaticExpr = type_hint_subscript!(
+        type_hint_identifier!("collections.abc", "Mapping"),
+        type_hint_identifier!("builtins", "str"),
+        type_hint_identifier!("typing", "Any")
+    );
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let defaults = lowering_dict(object.py(), &Lowering::default())?;
+        for item in object.call_method0("items")?.try_iter()? {
+            let (key, value): (String, Bound<'py, PyAny>) = item?.extract()?;
+            if !defaults.contains(&key)? {
+                return Err(PyTypeError::new_err(format!(
+                    "unknown option {key:?} of a lowering: expected {}",
+                    defaults.keys()
+                )));
+            }
+            defaults.set_item(key, value)?;
+        }
+        let option = |key: &str| defaults.get_item(key)?.ok_or_else(|| PyTypeError::new_err(key.to_owned()));
+        let (reduce, optimizer): (String, String) = (option("reduce")?.extract()?, option("optimizer")?.extract()?);
+        Ok(Self(lowering(
+            option("zero_stage")?.extract()?,
+            &reduce,
+            &optimizer,
+            option("tied")?.extract()?,
+            option("receives_ahead")?.extract()?,
+            option("max_unsharded")?.extract()?,
+        )?))
+    }
+}

@@ -1,0 +1,112 @@
+//! `shardcore.plan`: what a pipeline schedule takes, as a frozen Python object.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use shardcore_plan::PlanError;
+use shardcore_plan::schedule::render;
+use shardcore_plan::schedule::simulate::{Network, Simulation, simulate_on};
+use shardcore_plan::schedule::{CostSpec, Costs, Schedule};
+
+use crate::error::CoreError;
+use crate::gil;
+
+/// When the actions of a schedule run, what is idle and what is held. Made by ``PipelineSchedule.simulate``.
+///
+/// Times and sizes are in the units of the costs.
+#[pyclass(frozen, name = "Simulation", module = "shardcore.plan")]
+pub(crate) struct PySimulation {
+    schedule: Arc<Schedule>,
+    run: Simulation,
+}
+
+impl PySimulation {
+    pub(crate) fn of(schedule: &Arc<Schedule>, spec: &CostSpec, network: &Network) -> Result<Self, PlanError> {
+        let costs = Costs::new(spec, schedule.placement(), schedule.header().num_slices)?;
+        Ok(Self { schedule: Arc::clone(schedule), run: simulate_on(schedule, &costs, network)? })
+    }
+
+    /// What a list over ranks has for one of them.
+    fn at<'a, T>(&self, list: &'a [T], rank: i128) -> Result<&'a T, CoreError> {
+        let found = usize::try_from(rank).ok().and_then(|rank| list.get(rank));
+        Ok(found.ok_or(PlanError::NoSuchRank { rank, num_ranks: self.schedule.num_ranks() })?)
+    }
+}
+
+#[pymethods]
+impl PySimulation {
+    /// The last end over all ranks, from time 0: what a step with a barrier costs.
+    #[getter]
+    fn makespan(&self) -> f64 {
+        self.run.makespan
+    }
+
+    /// The longest time over the ranks from a rank's first start to its last end.
+    #[getter]
+    fn span(&self) -> f64 {
+        self.run.span
+    }
+
+    /// The time that each rank computes.
+    #[getter]
+    fn busy(&self) -> &[f64] {
+        &self.run.busy
+    }
+
+    /// The idle part of the ranks' time if each takes the span, 0 to 1: the bubble rate of the zero-bubble papers.
+    #[getter]
+    fn bubble_span(&self) -> f64 {
+        self.run.bubble_span
+    }
+
+    /// The idle part of the ranks' time if each takes the makespan, 0 to 1.
+    #[getter]
+    fn bubble_makespan(&self) -> f64 {
+        self.run.bubble_makespan
+    }
+
+    /// The most that each rank holds.
+    #[getter]
+    fn peak(&self) -> &[f64] {
+        &self.run.peak
+    }
+
+    /// ``(start, end)`` of each action of a rank, in the order of its program. Raises ``PlanError`` for a rank out of
+    /// range.
+    fn intervals(&self, rank: i128) -> Result<Vec<(f64, f64)>, CoreError> {
+        Ok(self.at(&self.run.intervals, rank)?.iter().map(|at| (at.start, at.end)).collect())
+    }
+
+    /// What a rank holds over time: ``(time, held)``, each until the next. Raises ``PlanError`` for a rank out of
+    /// range.
+    fn memory(&self, rank: i128) -> Result<Vec<(f64, f64)>, CoreError> {
+        Ok(self.at(&self.run.memory, rank)?.iter().map(|point| (point.time, point.held)).collect())
+    }
+
+    /// A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
+    #[pyo3(signature = (*, max_width = 160))]
+    fn to_ascii(&self, py: Python<'_>, max_width: usize) -> PyResult<String> {
+        gil::run_infallible(py, || render::ascii(&self.schedule, &self.run, max_width))
+    }
+
+    /// A self-contained SVG picture: the grid, and below it what each rank holds.
+    fn to_svg(&self, py: Python<'_>) -> PyResult<String> {
+        gil::run_infallible(py, || render::svg(&self.schedule, &self.run))
+    }
+
+    /// A trace that <https://ui.perfetto.dev> opens (JSON of Chrome's trace events): one track per rank, arrows for
+    /// messages, a counter for memory. One unit of time is shown as ``microseconds``.
+    #[pyo3(signature = (*, microseconds = 1000.0))]
+    fn to_perfetto(&self, py: Python<'_>, microseconds: f64) -> PyResult<String> {
+        gil::run_infallible(py, || render::perfetto(&self.schedule, &self.run, microseconds))
+    }
+
+    fn __repr__(&self) -> String {
+        let (name, run) = (&self.schedule.header().name, &self.run);
+        let [span, makespan] = [run.bubble_span, run.bubble_makespan].map(|bubble| 100.0 * bubble);
+        format!(
+            "<Simulation of {name}: makespan {} ({makespan:.1}% idle), span {} ({span:.1}% idle)>",
+            run.makespan, run.span
+        )
+    }
+}

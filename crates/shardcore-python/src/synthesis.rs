@@ -1,0 +1,176 @@
+//! `shardcore.plan`: schedules made for given costs.
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+#[cfg(feature = "stubs")]
+use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
+use shardcore_plan::PlanError;
+use shardcore_plan::schedule::synthesize::{Request, Synthesis, synthesize as make};
+use shardcore_plan::schedule::{CostSpec, Objective, Placement};
+
+use crate::error::CoreError;
+use crate::gil;
+use crate::schedule::PyPipelineSchedule;
+use crate::schedule_args::{PyAmount, amount, count};
+
+/// A schedule that was made for given costs, and how far it can be from the best. Made by ``synthesize``.
+#[pyclass(frozen, name = "Synthesis", module = "shardcore.plan")]
+pub(crate) struct PySynthesis {
+    schedule: Py<PyPipelineSchedule>,
+    value: f64,
+    lower_bound: f64,
+    gap: f64,
+    found_by: &'static str,
+}
+
+#[pymethods]
+impl PySynthesis {
+    /// The best schedule found.
+    #[getter]
+    fn schedule(&self, py: Python<'_>) -> Py<PyPipelineSchedule> {
+        self.schedule.clone_ref(py)
+    }
+
+    /// What the schedule takes: its makespan or span, as asked for.
+    #[getter]
+    fn value(&self) -> f64 {
+        self.value
+    }
+
+    /// No schedule on this placement takes less under these costs and this cap.
+    #[getter]
+    fn lower_bound(&self) -> f64 {
+        self.lower_bound
+    }
+
+    /// How much longer the schedule takes than the bound, as a part of the bound: 0.03 is 3%.
+    #[getter]
+    fn gap(&self) -> f64 {
+        self.gap
+    }
+
+    /// What found it: the name of a schedule, ``list-scheduling`` or ``local-search``.
+    #[getter]
+    fn found_by(&self) -> &'static str {
+        self.found_by
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<Synthesis by {}: {}, at most {:.1}% above the bound {}>",
+            self.found_by,
+            self.value,
+            100.0 * self.gap,
+            self.lower_bound
+        )
+    }
+}
+
+/// A memory cap: one for all ranks, or one for each.
+pub(crate) enum Cap {
+    /// The same for every rank.
+    All(f64),
+    /// One entry per rank.
+    PerRank(Vec<f64>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Cap {
+    type Error = PyErr;
+
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        type_hint_identifier!("builtins", "float"),
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Sequence"),
+            type_hint_identifier!("builtins", "float")
+        )
+    );
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(cap) = object.extract() {
+            return Ok(Self::All(cap));
+        }
+        let per_rank = object.extract().map(Self::PerRank);
+        per_rank.map_err(|_| {
+            PyTypeError::new_err(format!("memory_cap is a number, or a list with one for each rank, got {object:?}"))
+        })
+    }
+}
+
+/// Makes a schedule for given costs, under a memory cap.
+///
+/// Costs and sizes are as in ``PipelineSchedule.simulate``. ``memory_cap`` is the most that a rank may hold (a list:
+/// each rank), in the unit of ``activation``; ``objective`` is ``"makespan"`` or ``"span"``. ``fused_backward`` is what
+/// a whole backward takes in one piece; the schedule then fuses those for which it pays. ``placement`` is the rank of
+/// every stage, by default one stage a rank.
+///
+/// The result is never worse than a named schedule on that placement under the same cap, comes with a certified lower
+/// bound, and is the same on every machine; planning again after a profile is one call.
+///
+/// Raises ``PlanError`` for costs that do not fit and for a cap under which a rank cannot hold one micro-batch.
+#[pyfunction]
+#[pyo3(
+    signature = (num_ranks, num_microbatches, forward, input_grad, weight_grad, hop = 0.0, activation = PyAmount::ONE, stash = None, memory_cap = None, objective = "makespan", fused_backward = None, *, placement = None),
+    text_signature = "(num_ranks, num_microbatches, forward, input_grad, weight_grad, hop=0.0, activation=1.0, stash=None, memory_cap=None, objective='makespan', fused_backward=None, *, placement=None)"
+)]
+#[expect(clippy::too_many_arguments, reason = "one for each cost")]
+pub(crate) fn synthesize(
+    py: Python<'_>,
+    num_ranks: i128,
+    num_microbatches: i128,
+    forward: PyAmount,
+    input_grad: PyAmount,
+    weight_grad: PyAmount,
+    hop: f64,
+    activation: PyAmount,
+    stash: Option<PyAmount>,
+    memory_cap: Option<Cap>,
+    objective: &str,
+    fused_backward: Option<PyAmount>,
+    placement: Option<Vec<u32>>,
+) -> PyResult<PySynthesis> {
+    let ranks = count(num_ranks, PlanError::num_ranks)?;
+    let request = Request {
+        placement: placed(ranks, placement)?,
+        num_microbatches: count(num_microbatches, PlanError::num_microbatches)?,
+        costs: CostSpec {
+            forward: forward.0,
+            input_grad: input_grad.0,
+            weight_grad: weight_grad.0,
+            fused_backward: amount(fused_backward),
+            hop,
+            activation: activation.0,
+            stash: amount(stash),
+        },
+        memory_cap: memory_cap.map(|cap| match cap {
+            Cap::All(cap) => vec![cap; ranks as usize],
+            Cap::PerRank(caps) => caps,
+        }),
+        objective: parse_objective(objective)?,
+    };
+    let Synthesis { schedule, value, lower_bound, gap, found_by } = gil::run(py, || make(&request))?;
+    let schedule = Py::new(py, PyPipelineSchedule::from(schedule))?;
+    Ok(PySynthesis { schedule, value, lower_bound, gap, found_by })
+}
+
+/// The placement that was asked for, by default one stage a rank.
+fn placed(num_ranks: u32, ranks: Option<Vec<u32>>) -> Result<Placement, CoreError> {
+    let Some(ranks) = ranks else { return Ok(Placement::looped(num_ranks, 1)?) };
+    let placement = Placement::custom(ranks)?;
+    if placement.num_ranks() == num_ranks {
+        return Ok(placement);
+    }
+    let reason = format!("it has stages on {} ranks, but num_ranks is {num_ranks}", placement.num_ranks());
+    Err(PlanError::BadPlacement { reason }.into())
+}
+
+fn parse_objective(name: &str) -> Result<Objective, CoreError> {
+    match name {
+        "makespan" => Ok(Objective::Makespan),
+        "span" => Ok(Objective::Span),
+        _ => {
+            let (what, known) = ("objective", "makespan, span".to_owned());
+            Err(PlanError::UnknownName { what, name: name.to_owned(), known }.into())
+        }
+    }
+}

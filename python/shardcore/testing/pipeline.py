@@ -1,0 +1,143 @@
+"""Hypothesis strategies and assertions for pipeline schedules: shardcore's, and your own.
+
+``schedules`` draws schedules that can be executed, ``schedule_costs`` what their stages may cost, and
+``schedule_mutants`` what every checker must refuse. ``assert_schedule`` holds one schedule to all that holds for every
+schedule. An example is in ``docs/pipeline-schedules.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from shardcore import plan
+from shardcore.errors import PlanError
+from shardcore.testing.orders import random_order
+
+ANY_ORDER = "any-order"
+"""The name under which ``schedules`` draws programs in a random order that can be executed."""
+
+TOLERANCE = 1e-9
+"""Relative tolerance where times are compared: they are sums of many doubles, added in different orders."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineShape:
+    """How large a pipeline is."""
+
+    num_ranks: int
+    """Ranks, at least 1."""
+    num_microbatches: int
+    """Micro-batches of a step: also fewer than ranks, and no multiple of them."""
+    num_chunks: int
+    """Stages on each rank."""
+
+
+def pipeline_shapes(
+    *, max_ranks: int = 6, max_microbatches: int = 12, max_chunks: int = 3
+) -> st.SearchStrategy[PipelineShape]:
+    """Sizes of pipelines, small ones first, with fewer micro-batches than ranks and odd ratios among them."""
+    return st.builds(
+        PipelineShape,
+        num_ranks=st.integers(1, max_ranks),
+        num_microbatches=st.integers(1, max_microbatches),
+        num_chunks=st.integers(1, max_chunks),
+    )
+
+
+def schedules(
+    names: Sequence[str] | None = None,
+    *,
+    max_ranks: int = 6,
+    max_microbatches: int = 12,
+    max_chunks: int = 3,
+    lowered: bool | None = False,
+) -> st.SearchStrategy[plan.PipelineSchedule]:
+    """Schedules that can be executed: named ones, and random orders on random placements.
+
+    ``names`` are those of ``plan.pipeline_schedule`` and ``"any-order"``; by default all. ``lowered`` asks for programs
+    with communication, without, or (``None``) for either.
+    """
+    known = (*plan.schedule_names(), ANY_ORDER)
+    wanted = list(known if names is None else names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"unknown pipeline schedule {name!r}: expected one of {', '.join(known)}")
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> plan.PipelineSchedule:
+        name = draw(st.sampled_from(wanted))
+        shape = draw(pipeline_shapes(max_ranks=max_ranks, max_microbatches=max_microbatches, max_chunks=max_chunks))
+        schedule = _any_order(draw, shape) if name == ANY_ORDER else _named(name, shape)
+        if schedule is None:
+            reject()
+        return schedule.lower() if lowered or (lowered is None and draw(st.booleans())) else schedule
+
+    return drawn()
+
+
+def _named(name: str, shape: PipelineShape) -> plan.PipelineSchedule | None:
+    """The named schedule of that shape, or of the nearest that it can have; None if it can have none near."""
+    for num_chunks in (shape.num_chunks, None):
+        for odd in (1, 0):  # a bidirectional pipeline wants even numbers
+            num_ranks = shape.num_ranks + (1 - odd) * (shape.num_ranks % 2)
+            num_microbatches = shape.num_microbatches + (1 - odd) * (shape.num_microbatches % 2)
+            with suppress(PlanError):
+                return plan.pipeline_schedule(name, num_ranks, num_microbatches, num_chunks)
+    return None
+
+
+def _any_order(draw: st.DrawFn, shape: PipelineShape) -> plan.PipelineSchedule:
+    placement = draw(st.permutations([rank for rank in range(shape.num_ranks) for _ in range(shape.num_chunks)]))
+    programs = random_order(placement, shape.num_microbatches, draw(st.randoms(use_true_random=False)))
+    return plan.PipelineSchedule(programs, placement, shape.num_microbatches, name=ANY_ORDER)
+
+
+def schedule_costs(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dict[str, Any]]:
+    """Keyword arguments for ``schedule.simulate``: zeros, huge ratios, per rank or per stage."""
+    number = st.one_of(st.just(0.0), st.integers(0, 9).map(float), st.sampled_from([1e-9, 0.3, 1e9]))
+    stages = schedule.num_stages
+    amount = st.one_of(number, st.lists(number, min_size=stages, max_size=stages))
+    return st.fixed_dictionaries(
+        {"forward": amount, "input_grad": amount, "weight_grad": amount},
+        optional={"hop": number, "activation": amount, "stash": amount, "fused_backward": amount},
+    )
+
+
+def assert_schedule(
+    schedule: plan.PipelineSchedule,
+    *,
+    comm: str | None = None,
+    memory_cap: float | None = None,
+    activation: Any = 1.0,
+    stash: Any = None,
+) -> None:
+    """Assert what holds for every schedule that can be executed.
+
+    It passes ``schedule.check`` with these arguments, and when lowered the communication that it declares; its text
+    and JSON forms read back as itself; and at equal costs no rank is busy for longer than the schedule takes.
+
+    Raises ``AssertionError`` with the grid, the failing cell marked, and the fewest actions that show the fault.
+    """
+    try:
+        schedule.check(comm=comm, memory_cap=memory_cap, activation=activation, stash=stash)
+        if not schedule.is_lowered:
+            schedule.lower().check()
+        run = schedule.simulate(1, 1, 1)
+        copies = [
+            plan.PipelineSchedule.from_text(schedule.to_text()),
+            plan.PipelineSchedule.from_json(schedule.to_json()),
+        ]
+    except PlanError as error:
+        raise AssertionError(str(error)) from error
+    for copy in copies:
+        if copy != schedule:
+            raise AssertionError(f"{schedule!r} reads back as another schedule, {copy!r}")
+    longest = max(run.busy)
+    if not longest <= run.span * (1 + TOLERANCE) <= run.makespan * (1 + 2 * TOLERANCE):
+        raise AssertionError(f"a rank is busy for {longest}, but the span is {run.span} of a makespan {run.makespan}")
