@@ -1022,7 +1022,7 @@ class Simulation:
         """
     def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = 1000.0) -> str:
         """
-        A trace that https://ui.perfetto.dev opens (JSON of Chrome's trace events): one track per rank, arrows for
+        A trace that <https://ui.perfetto.dev> opens (JSON of Chrome's trace events): one track per rank, arrows for
         messages, a counter for memory. One unit of time is shown as ``microseconds``.
         """
     def to_svg(self, /) -> str:
