@@ -240,7 +240,18 @@ class HostLink:
 
         ``source`` is what peers may read until the exchange is complete. ``pulls`` lists ``(peer, offset, into)``: fill
         the tensor ``into`` with the bytes from ``offset`` on of what ``peer`` gives. ``tag`` says what is exchanged;
-        ranks with different tags at one number fail and read nothing.
+        ranks with different tags at one number fail and read nothing. With ``num_slots`` exchanges under way this waits
+        for the first of them, and looks for no failure of other ranks: wait for it before.
+        """
+    @staticmethod
+    def num_slots() -> int:
+        """
+        How many exchanges may be under way at once.
+        """
+    @property
+    def num_started(self, /) -> int:
+        """
+        Number of exchanges that were started.
         """
     def wait(self, /, sequence: SupportsIndex, timeout_s: SupportsFloat | SupportsIndex) -> bool:
         """

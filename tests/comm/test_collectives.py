@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -151,3 +153,20 @@ def test_agree_names_the_odd_rank_and_the_difference() -> None:
     text = "b" if axis.rank == 2 else "a"
     with pytest.raises(RankMismatchError, match=r"the plan differs between ranks \[0, 1\] and ranks \[2\].*a is not b"):
         comm.agree_on("the plan", text, text, axis, lambda a, b: f"{a} is not {b}")
+
+
+@spmd(world=2)
+def test_a_wait_that_failed_is_not_done_at_the_next_call() -> None:
+    axis = cpu_axis(linked=True)
+    full = torch.full((8,), float(axis.rank))
+    if axis.rank == 1:
+        time.sleep(2.5)
+        comm.gather_shards(full, axis, "late").wait()
+        return
+    handle = comm.gather_shards(full, axis, "late")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDCORE_TIMEOUT", "0.1")
+        with pytest.raises(RankMismatchError, match="no answer"):
+            handle.wait()
+    handle.wait()
+    assert full.tolist() == [0.0] * 4 + [1.0] * 4

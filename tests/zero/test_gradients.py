@@ -4,6 +4,7 @@ names.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -453,3 +454,21 @@ def test_b35_constant_gradients_add_up_once(stage: int) -> None:
         model(torch.ones(1, 4)).mean().backward()
     optimizer.step()
     assert whole_parameters(model)["weight"].tolist() == [-5.0] * 4
+
+
+@all_stages
+@spmd(world=2)
+def test_a_backward_that_leaves_units_out_keeps_what_they_have(stage: int) -> None:
+    """The reduction that ends one backward is still under way when the next counts zeros for the same unit."""
+    alone = seeded(lambda: nn.Sequential(*(Block() for _ in range(3))))
+    model = sc.shard(copy.deepcopy(alone), stage=stage)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    for each in (model, alone):
+        for micro in range(3):
+            each(rows(micro, 0, 4, 7)).square().mean().backward()
+            each[1](rows(micro, 1, 4, 7)).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    found = whole_parameters(model)
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)

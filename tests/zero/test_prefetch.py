@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -140,6 +141,49 @@ def test_a_budget_below_a_unit_is_an_error_with_the_arithmetic() -> None:
         sc.shard(Block(), stage=3, budget=0)
     with pytest.raises(ConfigError, match="give one of them"):
         sc.shard(Block(), stage=3, budget=10**6, prefetch=PrefetchLimits())
+
+
+@spmd(world=2)
+def test_a_parameter_used_outside_its_unit_while_that_is_gathered_ahead_is_there_in_every_backward() -> None:
+    """The root uses a block's weight when the plan has that block whole already; and again in a second backward."""
+
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, borrows: bool) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x @ self.blocks[1].up.weight.t() if borrows else x
+
+    torch.manual_seed(0)
+    alone = Borrowing()
+    model = sc.shard(copy.deepcopy(alone), stage=3, budget=1 << 20)
+    for each in (model, alone):
+        optimizer: Any = (
+            sc.optimizer(torch.optim.SGD, model, lr=0.1)
+            if each is model
+            else torch.optim.SGD(alone.parameters(), lr=0.1)
+        )
+        for borrows in (False, True, True):
+            loss = each(rows(0, 0, 4, 7), borrows).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = whole_parameters(model)
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+@spmd(world=2)
+def test_a_state_dict_taken_inside_summon_outlives_it() -> None:
+    model, _, _ = sharded()
+    with sc.summon(model):
+        inside = model.state_dict()
+    outside = model.state_dict()
+    assert all(torch.equal(inside[name], value) for name, value in outside.items())
 
 
 class _SlowLink:

@@ -9,9 +9,17 @@ use crate::error::{LinkError, Result};
 #[derive(Debug)]
 pub struct Link;
 
-#[allow(missing_docs, clippy::missing_errors_doc, clippy::unused_self, clippy::needless_pass_by_value)]
+#[allow(
+    missing_docs,
+    clippy::missing_errors_doc,
+    clippy::missing_safety_doc,
+    clippy::unused_self,
+    clippy::needless_pass_by_value
+)]
 impl Link {
-    pub fn new(_rank: usize, _world: usize) -> Result<Self> {
+    pub const NUM_SLOTS: usize = 1;
+
+    pub fn new(_rank: usize) -> Result<Self> {
         Err(LinkError::Unavailable { reason: "it needs Linux".to_owned() })
     }
 
@@ -24,12 +32,17 @@ impl Link {
         Err(LinkError::Closed)
     }
 
-    pub fn exchange(&self, _tag: u64, _source: usize, _nbytes: usize, _pulls: Vec<Pull>) -> Result<u64> {
+    pub unsafe fn exchange(&self, _tag: u64, _source: usize, _nbytes: usize, _pulls: Vec<Pull>) -> Result<u64> {
         Err(LinkError::Closed)
     }
 
     pub fn wait(&self, _sequence: u64, _timeout: Duration) -> Result<bool> {
         Err(LinkError::Closed)
+    }
+
+    #[must_use]
+    pub fn num_started(&self) -> u64 {
+        0
     }
 
     #[must_use]

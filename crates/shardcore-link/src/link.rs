@@ -26,6 +26,7 @@ pub struct Link {
     shared: Arc<Shared>,
     own_file: File,
     greeting: Box<u64>,
+    pid: u32,
     queue: Mutex<Queue>,
 }
 
@@ -68,6 +69,9 @@ struct Card {
 }
 
 impl Link {
+    /// Exchanges that may be under way at once; one more waits for the first of them.
+    pub const NUM_SLOTS: usize = NUM_SLOTS;
+
     /// A link of `rank` that is not connected yet.
     ///
     /// # Errors
@@ -78,7 +82,8 @@ impl Link {
         system::allow_readers();
         let shared =
             Shared { rank, own, peers: OnceLock::new(), failure: OnceLock::new(), closed: AtomicBool::new(false) };
-        Ok(Self { shared: Arc::new(shared), own_file, greeting: Box::new(GREETING), queue: Mutex::default() })
+        let (greeting, pid) = (Box::new(GREETING), std::process::id());
+        Ok(Self { shared: Arc::new(shared), own_file, greeting, pid, queue: Mutex::default() })
     }
 
     /// What peers need to connect to this rank, as text without spaces at its ends.
@@ -163,6 +168,12 @@ impl Link {
         }
     }
 
+    /// Number of exchanges that were started here.
+    #[must_use]
+    pub fn num_started(&self) -> u64 {
+        self.queue().next
+    }
+
     /// Number of exchanges that are complete on all ranks.
     #[must_use]
     pub fn num_complete(&self) -> u64 {
@@ -170,8 +181,13 @@ impl Link {
         blocks.map(Block::num_pulled).min().unwrap_or(0)
     }
 
-    /// Ends the thread of the link. What is under way stays incomplete.
+    /// Ends the thread of the link. What is under way stays incomplete. A forked child has no such thread: there this
+    /// does nothing.
     pub fn close(&self) {
+        if std::process::id() != self.pid {
+            std::mem::forget(self.queue().thread.take());
+            return;
+        }
         self.shared.closed.store(true, Ordering::Release);
         let thread = {
             let mut queue = self.queue();

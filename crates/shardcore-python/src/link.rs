@@ -31,6 +31,18 @@ impl PyHostLink {
         Ok(Self { link, lent: Mutex::default() })
     }
 
+    /// How many exchanges may be under way at once.
+    #[staticmethod]
+    fn num_slots() -> usize {
+        Link::NUM_SLOTS
+    }
+
+    /// Number of exchanges that were started.
+    #[getter]
+    fn num_started(&self) -> u64 {
+        self.link.num_started()
+    }
+
     /// What peers need to connect to this rank: ASCII text of less than 256 characters.
     fn card(&self) -> String {
         self.link.card()
@@ -48,7 +60,8 @@ impl PyHostLink {
     ///
     /// ``source`` is what peers may read until the exchange is complete. ``pulls`` lists ``(peer, offset, into)``: fill
     /// the tensor ``into`` with the bytes from ``offset`` on of what ``peer`` gives. ``tag`` says what is exchanged;
-    /// ranks with different tags at one number fail and read nothing.
+    /// ranks with different tags at one number fail and read nothing. With ``num_slots`` exchanges under way this waits
+    /// for the first of them, and looks for no failure of other ranks: wait for it before.
     fn exchange(
         &self,
         py: Python<'_>,

@@ -43,10 +43,10 @@ class Handle:
         Raises:
             RankMismatchError: ranks are in different collectives, or one has failed.
         """
-        works, self._works = self._works, ()
         if self._entry is not None:
-            for work in works:
+            for work in self._works:
                 watch.wait(work, self._entry)
+        self._works = ()  # only now: after an error the data have not come, and a further call must not say so
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

@@ -8,6 +8,7 @@ Ranks of an axis find out together, at its first exchange, whether all of them m
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from shardcore.errors import RankMismatchError, StateError
 from shardcore.mesh import Axis
 
 _CARD_NBYTES = 256
+_NUM_SLOTS = HostLink.num_slots()
+"""Exchanges that may be under way at once; one more waits for the first of them, as every wait does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class LinkWork:
 
     def __del__(self) -> None:
         """Where nobody has waited, let the link give the tensors back soon: peers may still be reading them."""
+        if sys.is_finalizing():
+            return
         with suppress(RankMismatchError, StateError):
             self.link.wait(self.sequence, watch.PATIENCE_S)
 
@@ -64,6 +69,8 @@ def exchange(
     Args:
         pulls: ``(position of the rank, offset in bytes in what it gives, tensor to fill)``.
     """
+    if link.num_started >= _NUM_SLOTS:
+        watch.wait(LinkWork(link, link.num_started - _NUM_SLOTS), entry)
     return LinkWork(link, link.exchange(zlib.crc32(entry.label.encode()), source, pulls))
 
 

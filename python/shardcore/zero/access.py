@@ -37,7 +37,7 @@ def summon(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
 
     Args:
         writeback: keep what was written to the parameters; all ranks must write the same. Without it, writing raises at
-            the end and the parameters are restored from their shards.
+            the end; at stage 3 the parameters are then those before, at other stages the edit has been made.
 
     Raises:
         StateError: a parameter was written to without ``writeback=True``; the message names it.
@@ -71,7 +71,8 @@ def gathered(params: Iterable[nn.Parameter], modifier_rank: int | None = None, e
 def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """This rank's piece of a parameter as (tensor, start, stop): elements [start, stop) of the flattened parameter.
 
-    The tensor is a view of the shard: writing to it changes the parameter. Empty where this rank holds nothing of it.
+    The tensor is a view of the shard, to be read: masters and other ranks do not learn of what is written to it; edit
+    inside ``summon(writeback=True)``. Empty where this rank holds nothing of it.
 
     Raises:
         ConfigError: the parameter is not sharded.
@@ -127,6 +128,11 @@ def install_state_dict_hooks(root: Root) -> None:
     def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for group in root.groups:
             group.end_export()
+        # Inside summon the values are views of memory that goes when it ends.
+        released_later = {group.full.untyped_storage().data_ptr() for group in root.groups if group.releases}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in released_later - {0}:
+                state[name] = value.to("cpu", copy=True)
 
     root.module.register_state_dict_pre_hook(before)
     root.module.register_state_dict_post_hook(after)

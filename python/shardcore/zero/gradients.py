@@ -110,6 +110,7 @@ class GroupGradients:
 
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
+        self.finish_reduce()  # that of the backward before, where no gradient has come since
         self._open()
         self.has_local = False
         if not all(self._written):
@@ -124,10 +125,10 @@ class GroupGradients:
 
     def finish_reduce(self) -> None:
         """Wait for a reduction under way and take its result; nothing if there is none."""
-        handle, self._handle = self._handle, None
-        if handle is None:
+        if self._handle is None:
             return
-        handle.wait()
+        self._handle.wait()  # where this raises, the next call waits again
+        self._handle = None
         if self._sent is not None:
             sent, self._sent = self._sent, None
             start = self._own.storage_offset()
@@ -182,9 +183,9 @@ class GroupGradients:
 
     def abandon(self) -> None:
         """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
         self._sent = None
         self.clear(set_to_none=True)
 

@@ -87,6 +87,7 @@ class ShardGroup:
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
         self._handle: comm.Handle | None = None
+        self._is_guarded = False
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
@@ -136,15 +137,16 @@ class ShardGroup:
 
     def unshard(self) -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
-        if self.state is ParamState.UNSHARDED:
-            return
-        self.start_unshard()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-        self._move(ParamState.UNSHARDED)
-        for slot, cls in zip(self.slots, self._classes, strict=True):
-            slot.param.__class__ = cls
+        if self.state is not ParamState.UNSHARDED:
+            self.start_unshard()
+            if self._handle is not None:
+                self._handle.wait()  # where this raises, the next call waits again
+                self._handle = None
+            self._move(ParamState.UNSHARDED)
+        if self._is_guarded:
+            self._is_guarded = False
+            for slot, cls in zip(self.slots, self._classes, strict=True):
+                slot.param.__class__ = cls
 
     def reshard(self) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole."""
@@ -152,7 +154,7 @@ class ShardGroup:
             return
         self.unshard()
         self._move(ParamState.SHARDED)
-        self._guard()
+        self.guard()
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
 
@@ -172,7 +174,7 @@ class ShardGroup:
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = comm.gather_shards(self.full, self._axis, self.name)
-            self._guard()
+            self.guard()
 
     def check_storage(self) -> None:
         """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
@@ -208,8 +210,10 @@ class ShardGroup:
             self.adopt_edits()
 
     def on_guarded_use(self, slot: ParameterSlot, func: Callable[..., Any]) -> torch.Tensor | None:
-        """A use of a parameter whose data are away: make them available, or raise :class:`StateError`."""
-        if self.state is ParamState.SHARDED:
+        """A use of a parameter whose data are away, or kept for a use to come: make them available to the unit that
+        runs, or raise :class:`StateError`.
+        """
+        if self.releases and not self.holders:
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
@@ -265,12 +269,16 @@ class ShardGroup:
     def _export(self, slot: ParameterSlot) -> torch.Tensor:
         """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
         if not self._exported:
+            was_sharded = self.state is ParamState.SHARDED
             self.unshard()
             self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
-            self.reshard()
+            if was_sharded:
+                self.reshard()
         return self._exported[slot.index]
 
-    def _guard(self) -> None:
+    def guard(self) -> None:
+        """Let the next use of a parameter be noticed: its data are away, or no unit that uses it holds them."""
+        self._is_guarded = True
         for slot, cls in zip(self.slots, self._classes, strict=True):
             slot.param.__class__ = guard_class(cls)
 

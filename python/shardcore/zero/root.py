@@ -227,6 +227,8 @@ class Root:
         phase = group.holders.pop(unit, None)
         if self.prefetcher is not None and phase is not None:
             self.prefetcher.leave(group, phase)
+            if not group.holders:
+                group.guard()
 
     def _release_all_units(self) -> None:
         for group in self.groups:
