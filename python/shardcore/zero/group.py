@@ -41,6 +41,8 @@ class ShardGroup:
     ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit).
     """
 
+    _is_guarded = False
+
     def __init__(
         self,
         index: int,
@@ -87,7 +89,6 @@ class ShardGroup:
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
         self._handle: comm.Handle | None = None
-        self._is_guarded = False
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
@@ -278,6 +279,8 @@ class ShardGroup:
 
     def guard(self) -> None:
         """Let the next use of a parameter be noticed: its data are away, or no unit that uses it holds them."""
+        if self._is_guarded:
+            return
         self._is_guarded = True
         for slot, cls in zip(self.slots, self._classes, strict=True):
             slot.param.__class__ = guard_class(cls)
