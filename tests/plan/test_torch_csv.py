@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardcore import plan, testing
 from shardcore.errors import PlanError
-
-torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 IN_TORCH = [name for name in plan.schedule_names() if name not in {"dualpipe", "seq-1f1b"}]
 """torch has neither two copies of a model nor slices of a sequence."""

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardcore import plan
 from shardcore.testing import spmd
-
-torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 WIDTH, NUM_MICROBATCHES = 4, 6
 

@@ -14,7 +14,7 @@ use shardcore_plan::schedule::{
 use crate::action::{ActionLike, PyAction};
 use crate::error::CoreError;
 use crate::gil;
-use crate::schedule_args::{PyAmount, PyCosts, PyLowering, amount, count, lowering, lowering_dict, network};
+use crate::schedule_args::{PyAmount, PyCosts, PyLowering, amount, cost_spec, count, lowering, lowering_dict, network};
 use crate::simulation::PySimulation;
 
 /// What each rank of a pipeline does, in which order.
@@ -222,15 +222,7 @@ impl PyPipelineSchedule {
         overlap: bool,
         composite: f64,
     ) -> PyResult<PySimulation> {
-        let spec = CostSpec {
-            forward: forward.0,
-            input_grad: input_grad.0,
-            weight_grad: weight_grad.0,
-            fused_backward: amount(fused_backward),
-            hop,
-            activation: activation.0,
-            stash: amount(stash),
-        };
+        let spec = cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash);
         let network = network(latency, message, bandwidth, overlap, composite);
         gil::run(py, || PySimulation::of(&self.0, &spec, &network))
     }

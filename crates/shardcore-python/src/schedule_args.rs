@@ -58,6 +58,27 @@ pub(crate) fn amount(given: Option<PyAmount>) -> Option<Amount> {
     given.map(|given| given.0)
 }
 
+/// What an action takes and holds, from the arguments that simulation and synthesis share.
+pub(crate) fn cost_spec(
+    forward: PyAmount,
+    input_grad: PyAmount,
+    weight_grad: PyAmount,
+    fused_backward: Option<PyAmount>,
+    hop: f64,
+    activation: PyAmount,
+    stash: Option<PyAmount>,
+) -> CostSpec {
+    CostSpec {
+        forward: forward.0,
+        input_grad: input_grad.0,
+        weight_grad: weight_grad.0,
+        fused_backward: amount(fused_backward),
+        hop,
+        activation: activation.0,
+        stash: amount(stash),
+    }
+}
+
 /// The costs that guide a generator, in any of their spellings.
 pub(crate) struct PyCosts(pub(crate) CostSpec);
 

@@ -6,12 +6,12 @@ use pyo3::prelude::*;
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::synthesize::{Request, Synthesis, synthesize as make};
-use shardcore_plan::schedule::{CostSpec, Objective, Placement};
+use shardcore_plan::schedule::{Objective, Placement};
 
 use crate::error::CoreError;
 use crate::gil;
 use crate::schedule::PyPipelineSchedule;
-use crate::schedule_args::{PyAmount, amount, count};
+use crate::schedule_args::{PyAmount, cost_spec, count};
 
 /// A schedule that was made for given costs, and how far it can be from the best. Made by ``synthesize``.
 #[pyclass(frozen, name = "Synthesis", module = "shardcore.plan")]
@@ -133,15 +133,7 @@ pub(crate) fn synthesize(
     let request = Request {
         placement: placed(ranks, placement)?,
         num_microbatches: count(num_microbatches, PlanError::num_microbatches)?,
-        costs: CostSpec {
-            forward: forward.0,
-            input_grad: input_grad.0,
-            weight_grad: weight_grad.0,
-            fused_backward: amount(fused_backward),
-            hop,
-            activation: activation.0,
-            stash: amount(stash),
-        },
+        costs: cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash),
         memory_cap: memory_cap.map(|cap| match cap {
             Cap::All(cap) => vec![cap; ranks as usize],
             Cap::PerRank(caps) => caps,
