@@ -175,7 +175,7 @@ def test_edits_and_failed_steps_renew_the_second_shard(saving: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     check_forward()
-    with pytest.raises(RuntimeError, match="mat1 and mat2|normalized_shape"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|normalized_shape"):
         model(torch.ones(4, 6))
     sc.reset_iteration(model)
     check_forward()

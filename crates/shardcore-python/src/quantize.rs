@@ -22,9 +22,9 @@ pub(crate) fn quantization_block() -> usize {
 
 /// Quantises each source into codes of ``bits`` bits (8, or 4: two in a byte) and one fp32 scale per block.
 ///
-/// All are contiguous CPU tensors: sources fp32, bf16 or fp16, codes uint8, scales fp32. A bf16 residual is added to its
-/// source first and becomes what rounding took away. What is written shares no memory with anything else here. Raises
-/// ``ConfigError`` for other tensors.
+/// All are contiguous CPU tensors: sources fp32, bf16 or fp16, codes uint8, scales fp32. A bf16 residual is added to
+/// its source first and becomes what rounding took away. What is written shares no memory with anything else here.
+/// Raises ``ConfigError`` for other tensors.
 #[pyfunction]
 #[pyo3(name = "quantize", signature = (sources, codes, scales, *, bits, residuals = None, num_threads = 1))]
 pub(crate) fn quantize_tensors(

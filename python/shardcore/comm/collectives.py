@@ -104,7 +104,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, unit: str, *, maximum: bool = F
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
     nbytes = 2 * tensor.nbytes // axis.size * (axis.size - 1)
-    entry = _record(axis, "all-reduce", unit, tensor, nbytes, {axis.rank - 1: nbytes})
+    entry = _record(axis, "all-reduce", unit, tensor, nbytes, {} if maximum else {axis.rank - 1: nbytes})
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     return Handle((_work(dist.all_reduce(tensor, op, group=axis.group, async_op=True)),), entry)
 
@@ -147,7 +147,7 @@ def traffic_by_edge() -> dict[tuple[int, int], int]:
     """Since the last reset: bytes that this rank takes from each other one, by (their rank, this rank).
 
     Counted is what each collective hands over, whatever way the transport goes: shards from their owners, and the
-    parts of an all-reduce around a ring.
+    parts of a sum around a ring. Maxima, by which ranks agree on flags, are not counted.
     """
     return dict(_edges)
 
