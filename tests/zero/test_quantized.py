@@ -182,7 +182,7 @@ def test_frozen_weights_alone() -> None:
     model = nn.Sequential(Block(), Block())
     model[0].requires_grad_(False)
     sc.shard(model, mesh, units=[Block], communication=sc.Communication(gather_frozen="int8"))
-    rounds = {group.trainable: group._gathering._route.rounds_gathers for group in find_root(model).groups}
+    rounds = {group.trainable: group._gathering.route.rounds_gathers for group in find_root(model).groups}
     assert rounds == {False: True, True: False}
 
 

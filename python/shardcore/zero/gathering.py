@@ -18,7 +18,8 @@ class Gathering:
     """
 
     def __init__(self, route: comm.Route, secondary_axis: Axis | None) -> None:
-        self._route = route
+        self.route = route
+        """How shards travel over the whole shard axis."""
         self._secondary_axis = secondary_axis
         self._secondary: torch.Tensor | None = None
         self._secondary_is_current = False
@@ -41,13 +42,13 @@ class Gathering:
             own: where this rank's ``shard`` belongs in it.
             exact: values in full, even where gathers are quantised.
         """
-        rounds = self._route.rounds_gathers and not exact
+        rounds = self.route.rounds_gathers and not exact
         self.is_rounded = rounds
-        is_plain = rounds or not self._route.rounds_gathers
+        is_plain = rounds or not self.route.rounds_gathers
         if is_plain and self._secondary_is_current:
             return self._gather_secondary(full, unit, program)
         full[own].copy_(shard)
-        handle = self._route.gather(full, unit, program, exact=exact)
+        handle = self.route.gather(full, unit, program, exact=exact)
         if self._secondary_axis is None or not is_plain:
             return handle
         self._secondary_is_current = True  # of use from the end of this gather on, before which no other can start

@@ -56,8 +56,7 @@ class ShardGroup:
         shard_axis: Axis,
         replicate_axis: Axis,
         device: torch.device,
-        route: comm.Route | None = None,
-        secondary_axis: Axis | None = None,
+        gathering: Gathering,
     ) -> None:
         self.index = index
         self.name = name
@@ -73,9 +72,7 @@ class ShardGroup:
         self._program: comm.Program | None = None
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
-
         self._exported: list[torch.Tensor] = []
-
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self._classes = [type(slot.param) for slot in slots]
@@ -91,8 +88,7 @@ class ShardGroup:
         if self.releases and shard_axis.size > 1:
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
-        self._route = route or comm.Route(shard_axis)
-        self._gathering = Gathering(self._route, secondary_axis)
+        self._gathering = gathering
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
@@ -180,7 +176,7 @@ class ShardGroup:
         self._gathering.invalidate()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
-            self._handle = self._route.gather(self.full, self.name)
+            self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
 
     def check_storage(self) -> None:
@@ -280,7 +276,7 @@ class ShardGroup:
             self.slots,
             shard_axis=self._axis,
             replicate_axis=replicate_axis,
-            route=self._route,
+            route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,
             expose=not self.policy.shards_states and precision.sum_dtype(dtype) == dtype,
             sum_dtype=precision.sum_dtype(dtype),

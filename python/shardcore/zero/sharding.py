@@ -15,6 +15,7 @@ from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_ro
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.communication import Communication
+from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.policy import Policy, Precision
@@ -79,10 +80,7 @@ def shard(
     communication.check(policy)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
-    if budget is not None and prefetch is not None:
-        raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
-    if budget is not None:
-        prefetch = PrefetchLimits(budget=budget)
+    prefetch = _limits(budget, prefetch)
     mesh = _as_mesh(mesh)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -121,6 +119,14 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
         "a sharded model cannot be copied (copy.deepcopy, AveragedModel, ...): copy the model before shardcore.shard, "
         "or load shardcore.state_dict(model) into another model of its class"
     )
+
+
+def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
+    if budget is None:
+        return prefetch
+    if prefetch is not None:
+        raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
+    return PrefetchLimits(budget=budget)
 
 
 def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
@@ -233,13 +239,20 @@ def _make_groups(
             shard_axis=axes.shard,
             replicate_axis=axes.replicate,
             device=device,
-            route=comm.Route(axes.shard, axes.nodes, communication.coding(slots[0].param.dtype, layout.trainable)),
-            secondary_axis=axes.secondary,
+            gathering=_gathering(layout, slots, axes, communication),
         )
         for slot in slots:
             attach_slot(slot)
         groups.append(group)
     return groups
+
+
+def _gathering(
+    layout: plan.ShardLayout, slots: list[ParameterSlot], axes: _Axes, communication: Communication
+) -> Gathering:
+    dtype = slots[0].param.dtype if slots else torch.float32
+    route = comm.Route(axes.shard, axes.nodes, communication.coding(dtype, layout.trainable))
+    return Gathering(route, axes.secondary)
 
 
 def _make_units(
