@@ -13,6 +13,7 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
+from shardcore.zero.structure import Structure
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Root:
         """Micro-batches in the window, where an engine counts them."""
         self.loss_is_scaled = False
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
+        self.structure = Structure(module)
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
@@ -170,6 +172,7 @@ class Root:
                 "step() was called while a backward is running or after one failed; call reset_iteration() first"
             )
         self.rest()
+        self.structure.check()
         for group in self.groups:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
