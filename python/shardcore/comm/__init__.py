@@ -18,6 +18,7 @@ from shardcore.comm.collectives import (
 from shardcore.comm.program import Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
+from shardcore.comm.settings import agree_on_settings
 from shardcore.comm.steps import After
 from shardcore.comm.watch import (
     RankFailedError,
@@ -36,6 +37,7 @@ __all__ = [
     "RankFailedError",
     "Route",
     "agree_on",
+    "agree_on_settings",
     "all_reduce",
     "broadcast",
     "check_level",

@@ -14,6 +14,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.agreement import agree_on_options
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
@@ -31,7 +32,7 @@ def optimizer(
     loss_scale: LossScale | None = None,
     **options: Any,
 ) -> ShardedOptimizer:
-    """An optimizer over sharded modules. Every rank makes the same one.
+    """An optimizer over sharded modules. Every rank makes the same one. Collective over the data-parallel axis.
 
     Args:
         algorithm: an element-wise torch optimizer as class, name (``"adamw"``), function of parameter groups, or
@@ -46,6 +47,7 @@ def optimizer(
     Raises:
         ConfigError: parameters that belong to no sharded module, none that is trainable, an optimizer that is not
             element-wise, a non-positive ``max_grad_norm``.
+        RankMismatchError: ranks give different options; the message names the first.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping")
@@ -100,6 +102,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         self.step_was_applied = False
         self._norm: torch.Tensor | None = None
         self._taken_over: torch.optim.Optimizer | None = None
+        agree_on_options(roots, self.inner, groups, max_grad_norm, self.loss_scale)
 
     @classmethod
     def from_instance(
