@@ -15,6 +15,7 @@ from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -104,8 +105,8 @@ def shard(
     attach_root(module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
-    # Loops that clear gradients through the module must clear the sharded ones too.
-    object.__setattr__(module, "zero_grad", root.clear_gradients)
+    install_load_hooks(root)
+    root.watch()
     object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
 
