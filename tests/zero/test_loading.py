@@ -15,7 +15,6 @@ from shardcore.errors import CheckpointError, ConfigError, RankMismatchError, St
 from shardcore.testing import spmd
 from zero.following import rows
 from zero.models import Perceptron, Tied
-from zero.twin import whole_parameters
 
 all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -167,9 +166,14 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 @all_stages
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer_first", [False, True])
 @spmd(world=2)
-def test_resuming_is_the_straight_run_to_the_last_bit(stage: int, precision: str, optimizer_first: bool) -> None:
+def test_resuming_is_the_straight_run_to_the_last_bit(stage: int, precision: str) -> None:
+    for optimizer_first in (False, True):
+        check_resuming(stage, precision, optimizer_first)
+
+
+def check_resuming(stage: int, precision: str, optimizer_first: bool) -> None:
+    """Train, save, train on; and the same from the saved state, loaded in either order."""
     options = {"lr": 1e-2, "weight_decay": 0.1}
     straight = build(stage, precision=precision)
     optimizer = sc.optimizer(torch.optim.AdamW, straight, **options)
@@ -215,7 +219,7 @@ def test_g29_the_state_of_another_model_is_refused_on_every_rank() -> None:
     train(model, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     if sc.Mesh().rank == 0:
-        state["pieces"][0] = [("elsewhere", 0, 4)]
+        state["pieces"][-1] = [*state["pieces"][-1], ("elsewhere", 0, 4)]
     with pytest.raises(ConfigError, match="elsewhere"):
         optimizer.load_state_dict(state)
     with pytest.raises(ConfigError, match="parameter groups"):

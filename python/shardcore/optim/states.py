@@ -34,7 +34,7 @@ def full_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
 
 
 def set_full_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-    """Set one state of a parameter on all ranks. Collective over the shard axis.
+    """Set one state of a parameter on all ranks. Collective over the data-parallel axis.
 
     Args:
         value: of the parameter's shape, or one number where the state is one for all; the same on every rank.
@@ -45,6 +45,8 @@ def set_full_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
         StateError: the parameter is frozen, or has no state before its first update.
     """
     slot = _slot_of(param, "set_full_state")
+    if slot.group.trainable and slot.numel == 0:
+        return  # no optimizer keeps a state of no elements
     local = _existing(slot, name, "set_full_state")
     value = torch.as_tensor(value)
     per_element = local.kind == "elements"
@@ -177,8 +179,8 @@ def _assembled(slot: ParameterSlot, piece: torch.Tensor | None, dtype: torch.dty
 
 
 def _agree_on_value(slot: ParameterSlot, value: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
-    """Raise on every rank unless all gave the same value of this shape. Collective over the shard axis."""
-    axis = slot.group.shard_axis
+    """Raise on every rank unless all gave the same value of this shape. Collective over the data-parallel axis."""
+    axis = slot.group.data_axis
     everywhere = comm.exchange([list(value.shape), comm.fingerprint(value)], axis, f"{what} {slot.name}")
     for rank, (found, _) in zip(axis.ranks, everywhere, strict=True):
         if tuple(found) != shape:

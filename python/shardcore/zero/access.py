@@ -29,6 +29,21 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         window.suspended = before
 
 
+@contextmanager
+def reduce_once(module: nn.Module) -> Iterator[None]:
+    """Backwards inside only add up on this rank; leaving reduces their sum once. At every stage. Collective over the
+    data-parallel axis on leaving. For several losses of one batch; at stages 2 and 3 the whole local gradients stay in
+    memory meanwhile.
+
+    After an exception inside nothing is reduced; the gradients so far are still there.
+    """
+    window = root_of(module).window
+    with no_sync(module):
+        yield
+    if not window.suspended:
+        window.flush()
+
+
 def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """This rank's piece of a parameter as (tensor, start, stop): elements [start, stop) of the flattened parameter.
 

@@ -165,6 +165,12 @@ class GroupGradients:
             for i, slot in enumerate(self._slots):
                 self.present[i] = self.present[i] and slot.param.grad is not None
 
+    def buffers(self, *, whole: bool) -> list[torch.Tensor]:
+        """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
+        if whole:
+            return [self._full] if self._is_open() else []
+        return [self._shard] if self._shard is not None and not self._keep_whole else []
+
     @property
     def was_reduced(self) -> bool:
         """Whether a reduction of this window is in the shard."""

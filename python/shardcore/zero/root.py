@@ -36,6 +36,19 @@ class Unit:
         """Calls of its forward that have not returned, outermost first."""
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
+        self._borrowed: list[ShardGroup] = []
+
+    def add(self, group: ShardGroup) -> None:
+        """Use a group of another unit, too."""
+        if group not in self.groups:
+            self.groups.append(group)
+            self._borrowed.append(group)
+
+    def discard(self, group: ShardGroup) -> None:
+        """Use it no longer; the unit's own groups stay."""
+        if group in self._borrowed:
+            self._borrowed.remove(group)
+            self.groups.remove(group)
 
 
 class Root:
@@ -98,6 +111,11 @@ class Root:
         """Open contexts that show whole parameters, outermost first."""
         self.offloaded: set[str] = set()
         """States that ``offload_states`` has moved away."""
+        self.parked: dict[str, list[Any]] = {}
+        """Where they are meanwhile."""
+        self._places = [
+            (m._parameters, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)
+        ]
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
@@ -226,6 +244,13 @@ class Root:
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
+        for params, key, param in self._places:
+            if params.get(key, param) is not param:
+                raise StateError(
+                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding (by "
+                    "model.to(another device), ...), so training would not reach it: move the model before "
+                    "shardcore.shard"
+                )
         if self.window.num_backwards:
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
@@ -364,8 +389,7 @@ class Root:
         if not self.forward_depth and not private.in_backward():
             return False
         unit = self.active[-1] if self.active else self.root_unit
-        if group not in unit.groups:
-            unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
+        unit.add(group)  # known from now on, so that its backward and the next step gather it in time
         self._acquire_group(unit, group, "backward" if private.in_backward() else "forward")
         return True
 

@@ -15,6 +15,7 @@ from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
@@ -106,6 +107,7 @@ def shard(
     hooks.install(root)
     install_state_dict_hooks(root)
     install_load_hooks(root)
+    add_external_parameters(module)
     root.watch()
     object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
