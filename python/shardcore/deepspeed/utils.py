@@ -14,6 +14,7 @@ from torch import nn
 from shardcore import optim, zero
 
 __all__ = [
+    "get_z3_leaf_modules",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -27,6 +28,8 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
 ]
 
 safe_get_full_fp32_param = zero.full_master
@@ -37,6 +40,9 @@ safe_get_full_grad = zero.full_grad
 safe_set_full_grad = zero.set_full_grad
 safe_get_local_grad = zero.local_grad
 safe_set_local_grad = zero.set_local_grad
+set_z3_leaf_modules = zero.set_leaf_modules
+unset_z3_leaf_modules = zero.unset_leaf_modules
+get_z3_leaf_modules = zero.get_leaf_modules
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

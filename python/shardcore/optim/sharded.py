@@ -265,6 +265,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         count this rank's pieces, whose parameters and ranges stand in ``pieces``; ``masters`` holds the master weights
         where parameters are 16-bit. It loads only into the same model on the same mesh. Tensors are not copied.
         """
+        self._check_here("state_dict of the optimizer")
         return {**save(self._pieces, self.inner, self.param_groups), **self._counters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -274,10 +275,15 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         Raises:
             ConfigError: it comes from another model, mesh or set of parameter groups; on every rank.
         """
+        self._check_here("load_state_dict of the optimizer")
         restore(self._pieces, self.inner, self.param_groups, self._roots, state_dict)
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.num_steps = int(state_dict["num_steps"])
         self.num_skipped_steps = int(state_dict["num_skipped_steps"])
+
+    def _check_here(self, what: str) -> None:
+        for root in self._roots:
+            root.check_here(what=what)
 
     def _counters(self) -> dict[str, Any]:
         return {

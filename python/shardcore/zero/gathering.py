@@ -97,7 +97,8 @@ def _all_of(parts: Sequence[tuple[Root, list[ParameterSlot]]], modifier_rank: in
 def _session(
     root: Root, groups: Sequence[ShardGroup], writable: set[ParameterSlot], source: int | None
 ) -> Iterator[None]:
-    root.check_here("lp_params", what="reading whole parameters")
+    if "lp_params" in root.offloaded:
+        root.check_here("lp_params", what="reading whole parameters")
     if not root.is_passing:
         root.rest()
     session = Session(root, groups, writable, source)

@@ -231,6 +231,13 @@ class GroupGradients:
         if not self._keep_whole:
             self._resize(0)
 
+    def free(self) -> None:
+        """Forget all gradients and give their memory back."""
+        self.abandon()
+        self._resize(0)
+        if not self._keep_whole:
+            self._shard = None
+
     def abandon(self) -> None:
         """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""
         if self._handle is not None:

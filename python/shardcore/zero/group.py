@@ -153,6 +153,8 @@ class ShardGroup:
         """Start gathering the parameters unless they are here or on their way. Collective over the shard axis."""
         if self.state is not ParamState.SHARDED:
             return
+        if self.root is not None and self.root.offloaded:
+            self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(self._nbytes)
@@ -270,6 +272,8 @@ class ShardGroup:
         """A use of a parameter whose data are away, or kept for a use to come: make them available to the unit that
         runs, or raise :class:`StateError`. Where parameters are whole, it is noted if the use may lead to writes.
         """
+        if self.root is not None and self.root.offloaded:
+            self.root.check_here("lp_params", what=f"a use of parameter {slot.name!r}")
         if not self.releases or self.pins:
             self._memory_was_taken |= func in _LEAVES_NO_TRACE or reads_data(func)
             if self.root is not None and self.root.is_passing:

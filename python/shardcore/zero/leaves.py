@@ -1,4 +1,4 @@
-"""What a model's author says of its structure before it is sharded: modules that are one unit, parameters used elsewhere.
+"""What a model's author says of its structure: modules that are one unit, parameters that are used elsewhere.
 
 Both are notes on the modules, which ``zero.shard`` reads.
 """

@@ -1,4 +1,4 @@
-"""``offload_states`` and ``reload_states``: a model's training state moves to host memory for a while, and back, exactly.
+"""``offload_states`` and ``reload_states``: training state moves to host memory for a while, and back, exactly.
 
 Between training phases the device's memory is wanted for something else (generation in reinforcement learning). Each
 storage is copied to the host and resized to nothing in place, so that all views of it are valid again afterwards.
@@ -66,7 +66,7 @@ def offload_states(
     pinned = pin_memory and root.device.type == "cuda"
     for state in wanted - root.offloaded:
         found = {tensor.untyped_storage() for tensor in _TENSORS[state](root) if tensor.device == root.device}
-        root.parked[state] = [_park(storage, pinned, non_blocking) for storage in _unique(found, root)]
+        root.parked[state] = [_park(storage, pinned, non_blocking) for storage in _unique(found)]
         root.offloaded.add(state)
     if "lp_params" in wanted:
         for group in root.groups:
@@ -141,7 +141,7 @@ _TENSORS: dict[str, Callable[[Root], list[torch.Tensor]]] = {
 }
 
 
-def _unique(storages: Iterable[torch.UntypedStorage], root: Root) -> list[torch.UntypedStorage]:
+def _unique(storages: Iterable[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
     """Each memory once; what another state has parked is empty by now."""
     by_address = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
     return list(by_address.values())
@@ -155,4 +155,4 @@ def _park(storage: torch.UntypedStorage, pinned: bool, non_blocking: bool) -> _P
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

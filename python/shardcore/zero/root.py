@@ -111,6 +111,8 @@ class Root:
         """Open contexts that show whole parameters, outermost first."""
         self.offloaded: set[str] = set()
         """States that ``offload_states`` has moved away."""
+        self.is_closed = False
+        """The engine was destroyed: nothing trains any more."""
         self.parked: dict[str, list[Any]] = {}
         """Where they are meanwhile."""
         self._places = [
@@ -165,6 +167,8 @@ class Root:
         Raises:
             StateError: names the states, and what brings them back.
         """
+        if self.is_closed:
+            raise StateError(f"{what}: this engine was destroyed; initialize a new one")
         away = sorted(self.offloaded & set(states) if states else self.offloaded)
         if away:
             raise StateError(
@@ -247,8 +251,8 @@ class Root:
         for params, key, param in self._places:
             if params.get(key, param) is not param:
                 raise StateError(
-                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding (by "
-                    "model.to(another device), ...), so training would not reach it: move the model before "
+                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding "
+                    "(by model.to(another device), ...), so training would not reach it: move the model before "
                     "shardcore.shard"
                 )
         if self.window.num_backwards:
@@ -261,6 +265,8 @@ class Root:
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
+        if not set_to_none:
+            self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad(set_to_none=False)")
         self.num_micro_batches = self.window.num_backwards_in_micro_batch = 0
         self.num_passes += 1
         self._correction = 1.0
@@ -273,6 +279,7 @@ class Root:
         if len(slots) == sum(len(group.slots) for group in self.groups if group.trainable):
             self.clear_gradients(set_to_none)
             return
+        self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad of a part")
         for slot in slots:
             slot.group.grads.drop(slot.index, set_to_none=set_to_none)
 
@@ -328,6 +335,14 @@ class Root:
         self._program.end()
         comm.clear_failure()
 
+    def close(self) -> None:
+        """Train no more: gradients are freed, and passes of the model are refused."""
+        self.rest()
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.free()
+        self.is_closed = True
+
     def acquire(self, unit: Unit, phase: Phase) -> None:
         """Gather the unit's groups, or wait for them, and hold them. Collective over the shard axis."""
         for group in unit.groups:
@@ -348,6 +363,8 @@ class Root:
             group.unwatch()
 
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
+        if self.offloaded:
+            self.check_here("lp_params", what=f"the forward of unit {unit.name}")
         if self.prefetcher is not None and unit not in group.holders:
             self.prefetcher.enter(group, phase)
             group.holders[unit] = phase
