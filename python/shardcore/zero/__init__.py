@@ -1,7 +1,7 @@
 """ZeRO and plain data parallelism: one group mechanism, of which a stage is a setting."""
 
 from shardcore.zero.access import local_shard, no_sync, reduce_once, reset_iteration, state_dict
-from shardcore.zero.gathering import gathered, summon
+from shardcore.zero.communication import Communication
 from shardcore.zero.leaves import (
     get_leaf_modules,
     register_external_parameter,
@@ -13,6 +13,7 @@ from shardcore.zero.loading import load_state_dict
 from shardcore.zero.offloading import offload_states, reload_states
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
+from shardcore.zero.sessions import gathered, summon
 from shardcore.zero.sharding import default_segment_nbytes, shard
 from shardcore.zero.values import (
     full_grad,
@@ -27,6 +28,7 @@ from shardcore.zero.values import (
 )
 
 __all__ = [
+    "Communication",
     "Precision",
     "PrefetchLimits",
     "default_segment_nbytes",

@@ -11,8 +11,8 @@ from torch import nn
 
 from shardcore.errors import ConfigError, StateError
 from shardcore.protocols import find_slot
-from shardcore.zero.gathering import root_of
 from shardcore.zero.root import Root
+from shardcore.zero.sessions import root_of
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     start, stop, offset = slot.group.local_range(slot)
     slot.group.root.check_here("lp_params", what="local_shard")
     if slot.group.state.value == "unsharding":
-        slot.group.complete()
+        slot.group.complete(exact=False)
     return slot.group.own[offset : offset + stop - start], start, stop
 
 

@@ -16,6 +16,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class, reads_data, replaced_data
 from shardcore.zero.state import ParamState, check_move
@@ -61,6 +62,7 @@ class ShardGroup:
         shard_axis: Axis,
         replicate_axis: Axis,
         device: torch.device,
+        gathering: Gathering,
     ) -> None:
         self.index = index
         self.name = name
@@ -76,9 +78,7 @@ class ShardGroup:
         self._program: comm.Program | None = None
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
-
         self._exported: list[torch.Tensor] = []
-
         self.pins = 0
         """Open contexts that show the whole parameters; while there are any, nothing is released."""
         self._release_is_due = False
@@ -86,7 +86,6 @@ class ShardGroup:
         """Code outside holds memory of the parameters in a form whose writes leave no trace."""
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
-
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self._classes = [type(slot.param) for slot in slots]
@@ -102,6 +101,7 @@ class ShardGroup:
         if self.releases and shard_axis.size > 1:
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
+        self._gathering = gathering
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
@@ -149,8 +149,12 @@ class ShardGroup:
         stop = max(min(shard_start + self.layout.shard_numel - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - shard_start, 0)
 
-    def start_unshard(self) -> None:
-        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis."""
+    def start_unshard(self, *, exact: bool = True) -> None:
+        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
+
+        Args:
+            exact: values in full; else they may be rounded as :class:`Communication` asks for forward and backward.
+        """
         if self.state is not ParamState.SHARDED:
             return
         if self.root is not None and self.root.offloaded:
@@ -158,24 +162,23 @@ class ShardGroup:
         self._move(ParamState.UNSHARDING)
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(self._nbytes)
-            self.full[self._slice].copy_(self.own)
-        name = f"{self.name} for state_dict" if self.exporting else self.name
-        self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
+            name = f"{self.name} for state_dict" if self.exporting else self.name
+            self._start_gather(name, exact=exact)
 
-    def unshard(self) -> None:
-        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
-        self.complete()
+    def unshard(self, *, exact: bool = True) -> None:
+        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
+        where ``exact`` values are asked for and rounded ones are here.
+        """
+        self.complete(exact=exact)
         self._unguard()
 
-    def complete(self) -> None:
-        """Gather, or wait for the gather under way, and let the guard be."""
-        if self.state is ParamState.UNSHARDED:
-            return
-        self.start_unshard()
-        if self._handle is not None:
-            self._handle.wait()  # where this raises, the next call waits again
-            self._handle = None
-        self._move(ParamState.UNSHARDED)
+    def complete(self, *, exact: bool = True) -> None:
+        """As :meth:`unshard`, but uses of the parameters are still noticed."""
+        self.start_unshard(exact=exact)
+        self._arrive()
+        if exact and self._gathering.is_rounded:
+            self._start_gather(f"{self.name} in full", exact=True)
+            self._finish_gather()
 
     def reshard(self) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
@@ -186,7 +189,7 @@ class ShardGroup:
         if self.pins:
             self._release_is_due = True
             return
-        self.unshard()
+        self._arrive()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._axis.size > 1:
@@ -215,12 +218,13 @@ class ShardGroup:
         for.
         """
         if self.state is ParamState.UNSHARDING:
-            self.unshard()
+            self._arrive()
         if self.master is not self.own:
             self.own.copy_(self.master)
+        self.invalidate_copies()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
-            self._handle = comm.gather_shards(self.full, self._axis, self.name)
+            self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
 
     def check_storage(self) -> None:
@@ -251,6 +255,7 @@ class ShardGroup:
         """
         if self.releases and self._axis.size > 1:
             self.own.copy_(self.full[self._slice])
+        self.invalidate_copies()
         self._refresh_masters(slice(None))
         self.note_versions()
 
@@ -261,6 +266,10 @@ class ShardGroup:
         if self._memory_was_taken or self._versions != self._parameter_versions():
             self.complete()
             self.adopt_edits()
+
+    def invalidate_copies(self) -> None:
+        """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
+        self._gathering.invalidate()
 
     def note_versions(self) -> None:
         """What the parameters hold now is what shard and masters hold."""
@@ -292,16 +301,30 @@ class ShardGroup:
                     f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
                     f"{_EXTERNAL_USE_HINT}"
                 )
-        self.unshard()
+        self.unshard(exact=False)
         return None
 
     def abandon(self) -> None:
         """Return to the resting state after a failed step; what is in flight is waited for."""
         if self.grads is not None:
             self.grads.abandon()
-        if self.state is ParamState.UNSHARDING:
-            self.unshard()
+        self._arrive()
         self.reshard()
+        self._gathering.invalidate()
+
+    def _start_gather(self, name: str, *, exact: bool) -> None:
+        self._handle = self._gathering.start(self.full, self._slice, self.own, name, self._program, exact=exact)
+
+    def _finish_gather(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()  # where this raises, the next call waits again
+            self._handle = None
+
+    def _arrive(self) -> None:
+        """Wait for a gather under way."""
+        if self.state is ParamState.UNSHARDING:
+            self._finish_gather()
+            self._move(ParamState.UNSHARDED)
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
@@ -324,6 +347,7 @@ class ShardGroup:
             self.slots,
             shard_axis=self._axis,
             replicate_axis=replicate_axis,
+            route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,
             expose=not self.policy.shards_states and precision.sum_dtype(dtype) == dtype,
             sum_dtype=precision.sum_dtype(dtype),
@@ -339,6 +363,7 @@ class ShardGroup:
         start, stop, offset = self.local_range(slot)
         self.own[offset : offset + stop - start].copy_(value.expand(slot.param.shape).reshape(-1)[start:stop])
         self._refresh_masters(slice(offset, offset + stop - start))
+        self.invalidate_copies()
         torch.autograd.graph.increment_version(slot.param)
         return slot.param
 

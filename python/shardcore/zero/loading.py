@@ -12,8 +12,8 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import CheckpointError, RankMismatchError, StateError
 from shardcore.protocols import ParameterSlot, find_slot
-from shardcore.zero.gathering import root_of
 from shardcore.zero.root import Root
+from shardcore.zero.sessions import root_of
 from shardcore.zero.values import write_whole
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

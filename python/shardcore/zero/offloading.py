@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError, StateError
-from shardcore.zero.gathering import root_of
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.root import Root
+from shardcore.zero.sessions import root_of
 
 STATES = ("lp_params", "hp_params", "optim_states", "lp_grads", "contiguous_grad_buffer")
 

@@ -61,8 +61,8 @@ def local_master(param: nn.Parameter) -> torch.Tensor | None:
 
 def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's piece of the master weight, and with it the parameter. At stages 1 and 2, where every rank holds
-    the whole parameter, collective over the shard axis: every rank sets its piece. Copies of a shard (hybrid sharding)
-    must be set alike.
+    the whole parameter, collective over the shard axis; at stage 3 without communication, but every rank sets its
+    piece. Copies of a shard (hybrid sharding) must be set alike.
 
     Args:
         value: as many elements as :func:`local_master` returns.
@@ -81,7 +81,7 @@ def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
     if problem is not None:
         raise ConfigError(f"set_local_master: {problem}")
     if group.state.value != "sharded":
-        group.complete()
+        group.complete(exact=False)
     piece.copy_(value.reshape(-1))
     if group.master is not group.own:
         _piece(slot, group.own).copy_(piece)
@@ -187,7 +187,7 @@ def write_whole(slot: ParameterSlot, value: torch.Tensor) -> None:
     group = slot.group
     start, stop, _ = group.local_range(slot)
     if group.state.value != "sharded":
-        group.complete()
+        group.complete(exact=False)
     with torch.no_grad():
         value = value.detach().to(group.full.device)
         _piece(slot, group.master).copy_(value.reshape(-1)[start:stop])
@@ -292,6 +292,7 @@ def _note_write(slot: ParameterSlot) -> None:
     """A graph that saved the parameter must refuse its backward; the group's baseline and open contexts follow."""
     group = slot.group
     torch.autograd.graph.increment_version(slot.param)
+    group.invalidate_copies()
     if not group.releases:
         group.note_versions()
     for session in group.root.sessions:
