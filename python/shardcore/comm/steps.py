@@ -63,6 +63,9 @@ class Steps(Handle):
         """Start the steps that are left, each when the one before it is complete."""
         while self._rest:
             self._current.wait()
+            board = watch.board()
+            if board.unfinished is self:
+                board.unfinished = None
             self._current = self._rest[0]()
             self._rest.popleft()
 
