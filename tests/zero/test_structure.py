@@ -45,7 +45,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "replace": (replace, "tail.1.weight"),
     "nested": (lambda m: m.tail.append(nn.Sequential(nn.Linear(7, 7))), "tail.2.0.weight"),  # type: ignore[operator, union-attr]
     "parameter": (lambda m: setattr(m.tail[0], "scale", nn.Parameter(torch.ones(1))), "tail.0.scale"),  # type: ignore[index]
-    "new parameter": (lambda m: setattr(m.layers[0], "weight", nn.Parameter(torch.ones(7, 7))), "layers.0.weight"),  # type: ignore[index]
 }
 
 
@@ -60,6 +59,16 @@ def test_layers_added_after_the_optimizer_are_named(edit: str) -> None:
         change(model)
         with pytest.raises(StateError, match=rf"'{name}'.* put into the model after shardcore\.shard"):
             train_step(model, optimizer)
+
+
+@spmd(world=2)
+def test_a_replaced_parameter_is_named() -> None:
+    model = sc.shard(Net(), stage=2)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    train_step(model, optimizer)
+    model.tail[1].weight = nn.Parameter(torch.ones(7, 7))  # type: ignore[index]
+    with pytest.raises(StateError, match=r"'weight' of shape \(7, 7\) was replaced"):
+        train_step(model, optimizer)
 
 
 @spmd(world=2)

@@ -8,22 +8,21 @@ from typing import Any
 import torch
 
 from shardcore import comm
-from shardcore.protocols import LossScale, ShardedRoot, find_slot
+from shardcore.protocols import ShardedRoot, find_slot
 
 
 def agree_on_options(
     roots: Sequence[ShardedRoot],
     inner: torch.optim.Optimizer,
     groups: Sequence[dict[str, Any]],
-    max_grad_norm: float | None,
-    loss_scale: LossScale,
+    settings: dict[str, Any],
 ) -> None:
     """Raise on every rank unless all ranks make the same optimizer. Collective over the data-parallel axis.
 
     Raises:
         RankMismatchError: they do not; the message names the option and both values.
     """
-    settings: dict[str, Any] = {"algorithm": type(inner), "max_grad_norm": max_grad_norm, "loss_scale": loss_scale}
+    settings = {"algorithm": type(inner), **settings}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         slots = [find_slot(param) for param in group["params"]]

@@ -29,22 +29,7 @@ def expect(name: str, value: object, kind: type[T]) -> T:
     return value
 
 
-def check_axes(mesh: Mesh) -> None:
-    """Refuse axes that nothing uses yet: their ranks would all do the same work, on the same data.
-
-    Raises:
-        ConfigError: the mesh has such an axis.
-    """
-    for name, what in _NOT_BUILT.items():
-        num_ranks = mesh.ep if name == "ep" else mesh[name].size
-        if num_ranks > 1:
-            raise ConfigError(
-                f"the mesh has {name}={num_ranks}, but {what} is not built yet: those ranks would repeat each other's "
-                f"work. Make the mesh without {name}, so that all ranks are data-parallel"
-            )
-
-
-def agree_on_arguments(
+def check_arguments(
     mesh: Mesh,
     policy: Policy,
     precision: Precision,
@@ -52,11 +37,14 @@ def agree_on_arguments(
     prefetch: PrefetchLimits | None,
     segment_nbytes: int | None,
 ) -> None:
-    """Raise on every rank unless all ranks give the same settings. Collective over the data-parallel axis.
+    """Raise unless all of this fits together and all ranks give the same. Collective over the data-parallel axis.
 
     Raises:
-        RankMismatchError: they differ; the message names the setting and both values.
+        ConfigError: the mesh has an axis that nothing uses yet, or the stage has no use for what is asked for.
+        RankMismatchError: ranks give different settings; the message names one, and both values.
     """
+    _check_axes(mesh)
+    communication.check(policy)
     settings = {
         "stage": policy.stage,
         "precision": precision,
@@ -65,3 +53,14 @@ def agree_on_arguments(
         "segment_nbytes": segment_nbytes,
     }
     comm.agree_on_settings("shardcore.shard(...)", settings, mesh["dp"])
+
+
+def _check_axes(mesh: Mesh) -> None:
+    """Refuse axes that nothing uses yet: their ranks would all do the same work, on the same data."""
+    for name, what in _NOT_BUILT.items():
+        num_ranks = mesh.ep if name == "ep" else mesh[name].size
+        if num_ranks > 1:
+            raise ConfigError(
+                f"the mesh has {name}={num_ranks}, but {what} is not built yet: those ranks would repeat each other's "
+                f"work. Make the mesh without {name}, so that all ranks are data-parallel"
+            )

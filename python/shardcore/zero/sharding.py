@@ -14,11 +14,13 @@ from shardcore.mesh import Axis, Mesh, Split
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
-from shardcore.zero.arguments import agree_on_arguments, check_axes, expect
+from shardcore.zero.arguments import check_arguments, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.leaves import add_external_parameters
+from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -79,20 +81,18 @@ def shard(
     policy = Policy(stage=stage)
     precision = Precision.of(precision)
     communication = expect("communication", communication or Communication(), Communication)
-    communication.check(policy)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
     mesh = _as_mesh(mesh)
+    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
+    axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    check_axes(mesh)
-    agree_on_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
     _check_unsharded(module)
     check_parameters(module)
     _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
-    axes = _axes(mesh, policy, communication)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
@@ -112,8 +112,9 @@ def shard(
     attach_root(module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
-    # Loops that clear gradients through the module must clear the sharded ones too.
-    object.__setattr__(module, "zero_grad", root.clear_gradients)
+    install_load_hooks(root)
+    add_external_parameters(module)
+    root.watch()
     object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
 

@@ -23,10 +23,16 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._places = [
+            (m._parameters, key, param)
+            for m in model.modules()
+            for key, param in m._parameters.items()
+            if param is not None
+        ]
         self._note()
 
     def check(self) -> None:
-        """Raise if trainable parameters were added to the model since.
+        """Raise if parameters were replaced, or trainable ones were added, since.
 
         Raises:
             StateError: they were; the message names some.
@@ -34,6 +40,14 @@ class Structure:
         now = _held(self._tables)
         if len(now) == len(self._held) and all(map(is_, now, self._held)):
             return
+        for params, key, param in self._places:
+            if params.get(key, param) is not param:
+                raise StateError(
+                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding "
+                    "(by model.to(another device), module.weight = nn.Parameter(...), ...), so training would not "
+                    "reach it: move the model before shardcore.shard, and write values in place, under "
+                    "shardcore.summon(model, writeback=True)"
+                )
         added = {name: param for name, param in self._model.named_parameters() if find_slot(param) is None}
         names = [name for name, param in added.items() if param.requires_grad]
         if names:
