@@ -198,7 +198,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """Whether this optimizer updates the parameter."""
         return param in self._held.params
 
-    def has_unscaled(self, root: ShardedRoot) -> bool:
+    def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
         return self._unscaled_at.get(root) == root.num_passes
 
