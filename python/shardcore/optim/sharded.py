@@ -200,7 +200,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
 
     def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
-        return self._unscaled_at.get(root) == root.num_passes
+        return bool(self._unscaled_at.get(root) == root.num_passes)
 
     def states(self) -> list[torch.Tensor]:
         """The tensors of its states on this rank, of one dim or more."""
