@@ -95,6 +95,7 @@ def initialize(
 
 
 def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
+    _mark_leaves(config, model)
     zero.shard(
         model,
         mesh,
@@ -104,6 +105,22 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communicat
         prefetch=_prefetch_limits(config),
         communication=saving,
     )
+
+
+def _mark_leaves(config: Config, model: nn.Module) -> None:
+    """Follow ``zero_optimization.leaf_module``."""
+    leaves = config.leaves
+    modules = dict(model.named_modules())
+    unknown = [name for name in leaves.names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
+            "model.named_modules()"
+        )
+    by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
+    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+        if found:
+            zero.set_leaf_modules(model, found)
 
 
 def _prefetch_limits(config: Config) -> zero.PrefetchLimits:

@@ -206,9 +206,9 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """Whether this optimizer updates the parameter."""
         return param in self._held.params
 
-    def has_unscaled(self, root: ShardedRoot) -> bool:
+    def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
-        return self._unscaled_at.get(root) == root.num_passes
+        return bool(self._unscaled_at.get(root) == root.num_passes)
 
     def states(self) -> list[torch.Tensor]:
         """The tensors of its states on this rank, of one dim or more."""

@@ -174,6 +174,21 @@ class GroupGradients:
             for i, slot in enumerate(self._slots):
                 self.present[i] = self.present[i] and slot.param.grad is not None
 
+    def hide(self) -> list[int]:
+        """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
+        self.drop_unset()
+        with private.without_torch_function():
+            shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
+            for i in shown:
+                self._slots[i].param.grad = None
+        return shown
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients back on these parameters."""
+        with private.without_torch_function():
+            for i in indices:
+                self._slots[i].param.grad = self._views[i]
+
     def buffers(self, *, whole: bool) -> list[torch.Tensor]:
         """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
         if whole:

@@ -107,14 +107,19 @@ def shard(
         device=mesh.device,
         limits=prefetch,
     )
-    attach_root(module, root)
+    _install(root)
+    return module
+
+
+def _install(root: Root) -> None:
+    """Make the module act by itself."""
+    attach_root(root.module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
     install_load_hooks(root)
-    add_external_parameters(module)
+    add_external_parameters(root.module)
     root.watch()
-    object.__setattr__(module, "__deepcopy__", _refuse_copy)
-    return module
+    object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
