@@ -18,6 +18,8 @@ from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.leaves import add_external_parameters
+from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -108,8 +110,9 @@ def shard(
     attach_root(module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
-    # Loops that clear gradients through the module must clear the sharded ones too.
-    object.__setattr__(module, "zero_grad", root.clear_gradients)
+    install_load_hooks(root)
+    add_external_parameters(module)
+    root.watch()
     object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
 
