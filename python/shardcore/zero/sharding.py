@@ -79,7 +79,6 @@ def shard(
     policy = Policy(stage=stage)
     precision = precision or Precision()
     communication = communication or Communication()
-    communication.check(policy)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
@@ -162,7 +161,8 @@ class _Axes:
 
 
 def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
-    """Stage 0 replicates over all data-parallel ranks."""
+    """Stage 0 replicates over all data-parallel ranks. Refuses what the stage has no use for."""
+    communication.check(policy)
     if not policy.shards_states:
         return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
     nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)
