@@ -46,6 +46,7 @@ _ROOMS = (
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "plan",
     "testing",
     "zero",

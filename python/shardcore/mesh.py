@@ -115,6 +115,7 @@ class Mesh:
         self._grid = torch.arange(self.world).reshape([shape[name] for name in order])
         self._order = order
         self.ep = ep
+        self._rows: dict[str, list[tuple[int, ...]]] = {}
         self._axes = {name: self._make_axis(name, (name,)) for name in _AXES}
         self._axes["dp"] = self._make_dp()
 
@@ -134,6 +135,11 @@ class Mesh:
         if name not in self._axes:
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
         return self._axes[name]
+
+    def rows(self, name: str) -> list[tuple[int, ...]]:
+        """The global ranks of every row along the axis ``name``; this rank is in one. Alike on all ranks."""
+        self[name]
+        return self._rows[name]
 
     @property
     def data_rank(self) -> int:
@@ -166,6 +172,7 @@ class Mesh:
         for name, other in (("shard", "replicate"), ("replicate", "shard")):
             if self._axes[other].size == 1:
                 axis = self._axes[name]
+                self._rows["dp"] = self._rows[name]
                 return Axis("dp", axis.ranks, axis.rank, axis.group, self)
         return self._make_axis("dp", ("replicate", "shard"))
 
@@ -174,6 +181,7 @@ class Mesh:
         kept = [self._order.index(dim) for dim in dims]
         rest = [i for i in range(len(self._order)) if i not in kept]
         rows = self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept)).tolist()
+        self._rows[name] = [tuple(row) for row in rows]
         mine: Axis | None = None
         for row in rows:
             if len(row) == 1:

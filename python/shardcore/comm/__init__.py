@@ -1,7 +1,7 @@
 """Collectives on flat buffers, and the watch that turns a hang into an error.
 
-Everything that crosses ranks goes through this room: data by :mod:`collectives`, agreement on small values by
-:mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
+Everything that crosses ranks goes through this room: data by :mod:`collectives` and :mod:`p2p`, agreement on small
+values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
 from shardcore.comm.agree import agree_on, exchange, max_over_ranks, sum_over_ranks
@@ -14,6 +14,7 @@ from shardcore.comm.collectives import (
     reset_traffic,
     traffic,
 )
+from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import Program
 from shardcore.comm.watch import (
     RankFailedError,
@@ -25,12 +26,18 @@ from shardcore.comm.watch import (
 )
 
 __all__ = [
+    "Channel",
     "Handle",
+    "Message",
     "Program",
     "RankFailedError",
+    "Receipt",
+    "Tag",
     "agree_on",
     "all_reduce",
+    "axes_over",
     "broadcast",
+    "channels",
     "check_level",
     "clear_failure",
     "exchange",
@@ -43,4 +50,5 @@ __all__ = [
     "reset_traffic",
     "sum_over_ranks",
     "traffic",
+    "unpack",
 ]

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
@@ -243,7 +244,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         scale = self.loss_scale.scale / self._roots[0].window_correction
         present = [flags for root in self._roots for flags in root.finish_gradients()]
         groups = [group for root in self._roots for group in root.groups if group.trainable]
-        if not any(any(flags) for flags in present):
+        if not any_gradient(self._roots, present):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
@@ -292,13 +293,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
-        total: torch.Tensor | None = None
-        for root in self._roots:
-            norms = [torch.linalg.vector_norm(group.grad_shard) for group in root.groups if group.trainable]
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-            squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
-            total = squares if total is None else total + squares
-        return cast(torch.Tensor, total).sqrt()
+        return torch.stack([sum_of_squares(root) for root in self._roots]).sum().sqrt()
 
     def _skip(self, groups: Sequence[ShardedGroup]) -> None:
         scale = self.loss_scale.scale

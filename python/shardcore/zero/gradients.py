@@ -108,6 +108,16 @@ class GroupGradients:
         """Whether ``grad`` is this buffer's own memory for the parameter."""
         return grad.numel() > 0 and grad.data_ptr() == self._views[index].data_ptr()
 
+    def local_sum(self, index: int) -> torch.Tensor:
+        """The unreduced sum of a parameter, in place; from now on it counts as a gradient, zeros if there was none."""
+        self.finish_reduce()
+        self._open()
+        if not self._written[index]:
+            self._views[index].zero_()
+            self._written[index] = True
+        self.present[index] = True
+        return self._views[index]
+
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
         self.finish_reduce()  # that of the backward before, where no gradient has come since
