@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from shardcore.mesh import Axis
+    from shardcore.mesh import Axis, Mesh
 
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
@@ -101,6 +101,10 @@ class ShardedRoot(Protocol):
 
 class PipelinePart(Protocol):
     """What a pipeline's module, which holds one rank's stages, tells the optimizer."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was made for."""
 
     @property
     def pipeline_axis(self) -> Axis:

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 import shardcore as sc
 from pipeline.twin import Recipe, Trained, assert_follows, train, train_alone
@@ -41,6 +42,15 @@ def train_all(some: list[Recipe], pp: int) -> list[Trained]:
 
 def check(some: list[Recipe], world: int) -> None:
     by_rank = run_spmd(train_all, world, some, world, timeout=110)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    try:
+        compare(some, by_rank, world)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare(some: list[Recipe], by_rank: list[list[Trained]], world: int) -> None:
     for i, each in enumerate(some):
         alone = train_alone(each)
         for rank, runs in enumerate(by_rank):

@@ -3,6 +3,7 @@
 from shardcore.pipeline.layers import BuiltLayer, build_layers
 from shardcore.pipeline.pipeline import Pipeline
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
+from shardcore.pipeline.recompute import Recompute
 from shardcore.pipeline.skips import holding, pop, stash
 from shardcore.pipeline.specs import Arguments, LayerSpec, TiedLayerSpec
 
@@ -12,6 +13,7 @@ __all__ = [
     "LayerSpec",
     "Pipeline",
     "RandomKey",
+    "Recompute",
     "TiedLayerSpec",
     "build_layers",
     "holding",

@@ -4,7 +4,7 @@ will not come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ Batch = tuple[Any, Any]
 
 
 def draw(data: Iterator[Any] | None, num_microbatches: int, where: str) -> list[Batch]:
-    """Up to ``num_microbatches`` pairs (inputs, labels); fewer where the iterator ends.
+    """Up to ``num_microbatches`` pairs (inputs, labels); fewer where the iterator ends. A dict with "labels" is one.
 
     Raises:
         ConfigError: no iterator on a rank that needs one, or it yields something else than pairs.
@@ -35,8 +35,13 @@ def draw(data: Iterator[Any] | None, num_microbatches: int, where: str) -> list[
         )
     batches = []
     for batch in data:
+        if isinstance(batch, Mapping) and "labels" in batch:
+            batch = ({key: item for key, item in batch.items() if key != "labels"}, batch["labels"])
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise ConfigError(f"{where}: expected a pair (inputs, labels) per micro-batch, got {type(batch).__name__}")
+            raise ConfigError(
+                f"{where}: expected (inputs, labels), or a dict with 'labels', per "
+                f"micro-batch, got {type(batch).__name__}"
+            )
         batches.append((batch[0], batch[1]))
         if len(batches) == num_microbatches:
             break

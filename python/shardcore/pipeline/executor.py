@@ -32,6 +32,7 @@ class Step:
     """Per micro-batch, what random numbers its layers draw; None leaves torch's own."""
     trains: bool
     keeps_outputs: bool = False
+    computes_loss: bool = True
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """Per micro-batch, where the last stage runs."""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -149,6 +150,8 @@ class Executor:
         step = self._step
         if step.keeps_outputs:
             step.outputs[i] = value
+        if not step.computes_loss:
+            return
         with torch.set_grad_enabled(step.trains):
             loss = self._chain.loss(value, step.labels[i])
             step.losses[i] = loss.detach()

@@ -13,6 +13,7 @@ from shardcore import plan
 from shardcore.errors import ConfigError
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
+from shardcore.pipeline.transformers_model import ModelPart, has_plan, parts_of
 
 Partition = str | Sequence[int]
 
@@ -28,7 +29,7 @@ class Layer:
     @property
     def class_name(self) -> str:
         """Name of its class, as ``partition="type:..."`` sees it."""
-        if isinstance(self.source, LayerSpec):
+        if isinstance(self.source, (LayerSpec, ModelPart)):
             return self.source.class_name
         return type(self.source).__name__ if isinstance(self.source, nn.Module) else "function"
 
@@ -51,8 +52,9 @@ class Tie:
     """(index of the layer, the parameter's path in it), in the order of the layers."""
 
 
-def as_layers(model: Any) -> list[Layer]:
-    """The chain of layers of an ``nn.Sequential``, or of a list of modules, functions and LayerSpecs.
+def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
+    """The chain of layers of an ``nn.Sequential``, of a list of modules, functions and LayerSpecs, or of a Hugging Face
+    model with a pipeline plan.
 
     Raises:
         ConfigError: anything else, or an entry that cannot be called.
@@ -61,10 +63,13 @@ def as_layers(model: Any) -> list[Layer]:
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):
         named = ((str(i), layer) for i, layer in enumerate(model))
+    elif has_plan(model):
+        named = parts_of(model, device or torch.device("cpu")).items()
     else:
         raise ConfigError(
-            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, or a list of modules, "
-            "functions and LayerSpecs of which each takes what the one before returns"
+            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model "
+            "whose configuration has a base_model_pp_plan, or a list of modules, functions and LayerSpecs of which "
+            "each takes what the one before returns"
         )
     layers = [Layer(name, source) for name, source in named]
     for layer in layers:

@@ -16,10 +16,11 @@ from shardcore.pipeline import data as micro_batches
 from shardcore.pipeline.executor import Executor, Step
 from shardcore.pipeline.gradients import Gradients
 from shardcore.pipeline.layers import Builder, BuiltLayer, Partition, as_layers, boundaries_of, find_ties
-from shardcore.pipeline.placement import Placement, describe
+from shardcore.pipeline.placement import Placement
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
-from shardcore.pipeline.skips import holding
+from shardcore.pipeline.recompute import Recompute, run_layers
 from shardcore.pipeline.split import WeightGradients
+from shardcore.pipeline.transformers_model import ModelPart, has_plan, loss_of
 from shardcore.pipeline.weights import Normalize, loss_weights
 from shardcore.protocols import attach_pipeline, find_root
 
@@ -32,8 +33,9 @@ class Pipeline(nn.Module):
     Layers keep their names, so ``state_dict()`` holds this rank's part of the whole model's.
 
     Args:
-        model: an ``nn.Sequential``, or a list of modules, functions and :class:`LayerSpec` in which each layer takes
-            what the one before returns. Of specs a rank builds only its own.
+        model: an ``nn.Sequential``; a list of modules, functions and :class:`LayerSpec` in which each layer takes what
+            the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model with a
+            pipeline plan, whose micro-batches are its keyword arguments.
         mesh: its ``pp`` axis is the pipeline.
         schedule: a name of :func:`shardcore.plan.pipeline_schedule`, or a schedule that is not lowered.
         num_microbatches: micro-batches of a step, on each data-parallel rank.
@@ -44,6 +46,7 @@ class Pipeline(nn.Module):
             of gradients at stages 2 and 3, at that many times the traffic.
         normalize: ``"microbatches"``: each counts the same; ``"tokens"``: as many times as it has labels other than
             -100, over all data-parallel ranks; or a function of the labels that gives a micro-batch's weight.
+        recompute: which layers compute their activations again in backward instead of keeping them.
         seed: what layers built from specs, and random numbers in training, are drawn from (``docs/pipeline.md``).
 
     Raises:
@@ -63,34 +66,48 @@ class Pipeline(nn.Module):
         partition: Partition = "parameters",
         reduce: str = "once",
         normalize: Normalize = "microbatches",
+        recompute: Recompute | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self._mesh, self._loss_fn, self._normalize, self.seed = mesh, loss_fn, normalize, seed
+        self._mesh, self._normalize, self.seed = mesh, normalize, seed
+        self._loss_fn = loss_of(model) if loss_fn is None and has_plan(model) else loss_fn
         if reduce not in _REDUCE:
             raise ConfigError(f"Pipeline(reduce={reduce!r}): expected 'once' or 'per_microbatch'")
         if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
             raise ConfigError("Pipeline(loss_fn=...): it has parameters; make it the last layer and leave loss_fn out")
         self._reduce = _REDUCE[reduce]
+        self._recompute = recompute or Recompute()
         self._schedule_of = _schedules(schedule, mesh["pp"].size, num_chunks)
         self.num_microbatches = num_microbatches
         self.num_steps = 0
         """Steps taken; part of what random numbers are drawn from, so set it when you resume."""
-        layers = as_layers(model)
+        layers = as_layers(model, mesh.device)
         first = self._schedule_of(num_microbatches)
         boundaries = boundaries_of(layers, partition, first.num_stages // first.num_chains)
         self._placement = Placement(mesh, first, layers, boundaries, find_ties(layers))
         self._placement.check_agreement()
-        self._description = describe(self._placement, layers)
         self._stages = self._build(Builder(layers, seed))
         self.to(mesh.device)
         self._placement.check_every_rank_trains(list(self.parameters()))
         built = {i: b for stage in self._stages.values() for i, b in stage}
         self._shared = self._placement.shared_weights(built)
         self._channels = comm.channels(mesh, "pp", self._placement.edges())
-        self._weight_gradients = WeightGradients()
+        self._weight_gradients = WeightGradients(mesh.device)
+        if any(action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)):
+            self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
         attach_pipeline(self)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was made for."""
+        return self._mesh
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank runs what."""
+        return self._placement
 
     @property
     def pipeline_axis(self) -> Any:
@@ -102,17 +119,15 @@ class Pipeline(nn.Module):
         return all(weight.axis.rank == 0 for weight in self._shared if weight.param is param)
 
     def explain(self) -> str:
-        """Which layers run in which stage, on which rank."""
-        return self._description
+        """Which layers run in which stage, on which rank, and what part of the weights has a gradient of its own."""
+        split, whole = self._weight_gradients.num_split, self._weight_gradients.num_whole
+        share = f"backward split for {split} of {split + whole} trainable elements of this rank"
+        return f"{self._placement.explain()}\n{share}" if split + whole else self._placement.explain()
 
     def forward(self, stage: int, value: Any, skips: dict[str, Any], key: RandomKey | None) -> Any:
         """Forward of one stage of this rank; called by the program. Returns the output and what is set aside."""
-        with holding(dict(skips)) as held:
-            for _, layer in self._stages[stage]:
-                if key is not None:
-                    key.seed_layer(layer.name, self._mesh.device)
-                value = layer.apply(value)
-        return value, held
+        layers = [layer for _, layer in self._stages[stage]]
+        return run_layers(layers, value, skips, key, self._mesh.device, self._recompute)
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
         """The mean loss of a micro-batch, from what the last layer returned."""
@@ -153,7 +168,11 @@ class Pipeline(nn.Module):
         return loss
 
     def eval_batch(
-        self, data_iter: Iterator[Any] | None, num_microbatches: int | None = None, return_outputs: bool = False
+        self,
+        data_iter: Iterator[Any] | None,
+        num_microbatches: int | None = None,
+        return_outputs: bool = False,
+        compute_loss: bool = True,
     ) -> Any:
         """The mean loss of some micro-batches in evaluation mode, without gradients. Collective over the mesh.
 
@@ -162,21 +181,27 @@ class Pipeline(nn.Module):
             num_microbatches: any number; None means as many as in training.
             return_outputs: return ``(loss, outputs)``; the outputs of the last stage are a list by micro-batch on ranks
                 that run it, None on others.
+            compute_loss: False computes outputs only; the loss is 0 then.
         """
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
             with self._reporting():
-                loss, outputs = self._run(
-                    "eval_batch", data_iter, num_microbatches or self.num_microbatches, False, return_outputs
-                )
+                count = num_microbatches or self.num_microbatches
+                loss, outputs = self._run("eval_batch", data_iter, count, False, return_outputs, compute_loss)
         finally:
             for module, mode in modes.items():
                 module.training = mode
         return (loss, outputs) if return_outputs else loss
 
     def _run(
-        self, name: str, data_iter: Iterator[Any] | None, m: int, trains: bool, keeps_outputs: bool = False
+        self,
+        name: str,
+        data_iter: Iterator[Any] | None,
+        m: int,
+        trains: bool,
+        keeps_outputs: bool = False,
+        computes_loss: bool = True,
     ) -> tuple[torch.Tensor, list[Any] | None]:
         mesh, placement = self._mesh, self._placement
         batches: list[micro_batches.Batch] = []
@@ -196,6 +221,7 @@ class Pipeline(nn.Module):
             keys=self._keys(m) if trains else [None] * m,
             trains=trains,
             keeps_outputs=keeps_outputs,
+            computes_loss=computes_loss,
         )
         self._execute(step, m)
         outputs = [step.outputs[i] for i in sorted(step.outputs)] if step.outputs else None
@@ -271,7 +297,9 @@ class Pipeline(nn.Module):
         }
         for layers in stages.values():
             for _, layer in layers:
-                if isinstance(layer.module, nn.Module):
+                if isinstance(layer.module, ModelPart):
+                    self._modules.update(layer.module._modules)
+                elif isinstance(layer.module, nn.Module):
                     self._modules[layer.name] = layer.module
         return stages
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -33,7 +32,7 @@ class Placement:
         self.boundaries = list(boundaries)
         self.per_chain = schedule.num_stages // schedule.num_chains
         self.stages = list(schedule.stages(self.position))
-        self._layers = layers
+        self._labels = [f"{layer.name} {layer.class_name}" for layer in layers]
         self._ties = ties
 
     @property
@@ -58,6 +57,14 @@ class Placement:
         part = next(i for i in range(self.per_chain) if layer < self.boundaries[i + 1])
         return list(range(part, self.schedule.num_stages, self.per_chain))
 
+    def explain(self) -> str:
+        """One line per stage: its rank and its layers."""
+        lines = []
+        for stage, place in enumerate(self.schedule.placement):
+            names = [self._labels[i] for i in self.layers_of(stage)]
+            lines.append(f"stage {stage} on rank {self.ranks[place]}: {len(names)} layers: {', '.join(names)}")
+        return "\n".join(lines)
+
     def edges(self) -> list[tuple[int, int]]:
         """(sender, receiver) of all messages of a step, as positions along the pipeline's axis."""
         found = set()
@@ -74,7 +81,7 @@ class Placement:
     def shared_weights(self, built: dict[int, BuiltLayer]) -> list[SharedWeight]:
         """Parameters of this rank of which other ranks hold copies; copies become equal. Collective over all ranks."""
         groups = [tuple(layer for layer, _ in tie.members) for tie in self._ties]
-        sets = {self.holders(group) for group in [*groups, *((i,) for i in range(len(self._layers)))]}
+        sets = {self.holders(group) for group in [*groups, *((i,) for i in range(len(self._labels)))]}
         axes = comm.axes_over(self.mesh, "pp", (each for each in sets if len(each) > 1))
         tie_of = {member: tie for tie in self._ties for member in tie.members}
         found: dict[str, SharedWeight] = {}
@@ -96,7 +103,7 @@ class Placement:
         document = json.dumps(
             {
                 "schedule": self.schedule.digest(),
-                "layers": [f"{layer.name} {layer.class_name}" for layer in self._layers],
+                "layers": self._labels,
                 "boundaries": self.boundaries,
                 "ties": [tie.name for tie in self._ties],
             }
@@ -113,12 +120,3 @@ class Placement:
                 f"Pipeline: ranks {empty} would run layers without parameters (boundaries {self.boundaries}, counts "
                 f"{counts}); choose another partition, or fewer ranks"
             )
-
-
-def describe(placement: Placement, layers: Sequence[Layer]) -> str:
-    """One line per stage: its rank and its layers."""
-    lines = []
-    for stage, place in enumerate(placement.schedule.placement):
-        names: list[Any] = [f"{layers[i].name} {layers[i].class_name}" for i in placement.layers_of(stage)]
-        lines.append(f"stage {stage} on rank {place}: {len(names)} layers: {', '.join(names)}")
-    return "\n".join(lines)
