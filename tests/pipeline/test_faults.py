@@ -270,3 +270,35 @@ def test_e18_weighted_by_tokens() -> None:
     wanted, norm = sc.testing.reference_step(layers, batches, loss_fn=loss_fn, weights=weights)
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
     assert optimizer.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "interleaved"])
+@spmd(world=2)
+def test_evaluation_on_every_placement(schedule: str) -> None:
+    """Any number of micro-batches, by the stages' own placement: the loss that training starts from."""
+    mesh = sc.Mesh(pp=2)
+    pipe, _ = make(Recipe(schedule=schedule), mesh)
+    layers = sc.pipeline.build_layers(tied())
+    for count in (1, 2, 5):
+        batches = [Data().batch(0, i) for i in range(count)]
+        wanted, _ = sc.testing.reference_step(layers, batches, loss_fn=loss_fn)
+        assert float(pipe.eval_batch(iter(batches), count)) == pytest.approx(wanted, rel=1e-5)
+
+
+def peak(schedule: str, m: int, mesh: sc.Mesh) -> int:
+    """Most bytes of tensors that a step adds on this rank."""
+    layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+    pipe = Pipeline(layers, mesh, schedule=schedule, num_microbatches=m, loss_fn=F.mse_loss)
+    batches = [(torch.ones(2048, 8), torch.zeros(2048, 8))] * m
+    pipe.train_batch(iter(batches))
+    with sc.testing.PeakTensorBytes() as measured:
+        pipe.train_batch(iter(batches))
+    return measured.peak_nbytes - measured.start_nbytes
+
+
+@spmd(world=2)
+def test_memory_of_1f1b_does_not_grow_with_micro_batches() -> None:
+    mesh = sc.Mesh(pp=2)
+    few, many, everything = peak("1f1b", 8, mesh), peak("1f1b", 24, mesh), peak("gpipe", 24, mesh)
+    assert many <= few * 1.15
+    assert everything > 1.5 * many

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardcore import comm
 from shardcore.mesh import Axis
-from shardcore.protocols import find_root, find_slot
+from shardcore.protocols import find_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,10 @@ class SharedWeight:
 class Gradients:
     """What the executor tells about gradients: a weight gradient is there, a stage is done, ties may be summed."""
 
-    def __init__(self, module: nn.Module, stages: Mapping[int, Sequence[nn.Parameter]], shared: Sequence[SharedWeight]):
+    def __init__(self, root: Any, stages: Mapping[int, Sequence[nn.Parameter]], shared: Sequence[SharedWeight]) -> None:
+        self.root = root
+        """What ``zero.shard`` left on the pipeline, or None."""
         self._shared = [weight for weight in shared if weight.axis.size > 1 and weight.param.requires_grad]
-        self._root: Any = find_root(module)
         self._groups: dict[Any, set[int]] = {}
         for stage, params in stages.items():
             for slot in filter(None, map(find_slot, params)):
@@ -50,16 +51,16 @@ class Gradients:
         self._ties_done = not self._shared
         self._reached = {group: set() for group in self._groups}
         self._last = None
-        if self._root is not None:
-            self._root.window.suspended = True
-            self._root.loss_is_scaled = True
+        if self.root is not None:
+            self.root.window.suspended = True
+            self.root.loss_is_scaled = True
 
     def end(self) -> None:
         """The step is over, or has failed."""
-        if self._root is not None:
-            self._root.window.suspended = False
-            self._root.loss_is_scaled = False
-            self._root.num_micro_batches = self._root.accumulation  # the factors of the losses are all there is
+        if self.root is not None:
+            self.root.window.suspended = False
+            self.root.loss_is_scaled = False
+            self.root.num_micro_batches = self.root.accumulation  # the factors of the losses are all there is
 
     def accumulate(self, grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Add weight gradients of one micro-batch; those of one parameter are summed first, as autograd does."""

@@ -97,6 +97,7 @@ class Pipeline(nn.Module):
         if any(action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)):
             self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
+        self._gradients: Gradients | None = None
         attach_pipeline(self)
 
     @property
@@ -229,7 +230,10 @@ class Pipeline(nn.Module):
 
     def _execute(self, step: Step, m: int) -> None:
         executor = self._executor("train" if step.trains else "eval", m)
-        gradients = Gradients(self, self._parameters_of_stages(), self._shared)
+        root = find_root(self)
+        if self._gradients is None or self._gradients.root is not root:
+            self._gradients = Gradients(root, self._parameters_of_stages(), self._shared)
+        gradients = self._gradients
         gradients.begin()
         try:
             with restored_randomness(self._mesh.device):

@@ -97,7 +97,7 @@ class GroupGradients:
         view = self._views[index]
         if self.holds(index, grad):
             self._written[index] = True  # autograd has added into the buffer itself
-        elif self._written[index] and not self._shown[index]:
+        elif self._written[index] and not self._was_reset(index):
             view.add_(grad, alpha=self._prescale)
         else:  # the first of the window, or the user has reset param.grad since it was shown
             self._write(view, grad)
@@ -172,7 +172,7 @@ class GroupGradients:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
         if self.exposed:
             for i, slot in enumerate(self._slots):
-                self.present[i] = self.present[i] and slot.param.grad is not None
+                self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
@@ -198,6 +198,11 @@ class GroupGradients:
             self._handle = None
         self._sent = None
         self.clear(set_to_none=True)
+
+    def _was_reset(self, index: int) -> bool:
+        """Whether the user has replaced ``param.grad`` since it showed this buffer."""
+        shown = self._slots[index].param.grad
+        return self._shown[index] and (shown is None or not self.holds(index, shown))
 
     @property
     def _prescale(self) -> float:
