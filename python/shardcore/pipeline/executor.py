@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from shardcore.pipeline import values
 from shardcore.pipeline.gradients import Gradients
 from shardcore.pipeline.randomness import RandomKey
 from shardcore.pipeline.split import WeightGradients
+from shardcore.pipeline.trace import Span
 
 Mail = tuple[bytes, list[torch.Tensor]]
 
@@ -93,14 +95,15 @@ class Executor:
             "TIED_REDUCE": self._tied,
         }
         actions = [action for action in schedule.program(position) if action.kind in table]
+        self._names = [str(action) for action in actions]
         self._num_tied = sum(action.kind == "TIED_REDUCE" for action in actions)
         self._program = [
             (table[action.kind], action.stage, action.microbatch if action.microbatch is not None else -1)
             for action in actions
         ]
 
-    def run(self, step: Step, gradients: Gradients) -> None:
-        """Run the program. Every rank of the pipeline runs its own at the same time."""
+    def run(self, step: Step, gradients: Gradients, spans: list[Span] | None = None) -> None:
+        """Run the program, and note in ``spans`` when. Every rank of the pipeline runs its own at the same time."""
         self._step = step
         self._gradients = gradients
         self._held: dict[tuple[int, int], _Held] = {}
@@ -108,10 +111,15 @@ class Executor:
         self._receipts: dict[tuple[str, int, int], comm.Receipt] = {}
         self._closures: dict[tuple[int, int], list[Any]] = {}
         self._ties_left = self._num_tied
-        for act, stage, microbatch in self._program:
+        for (act, stage, microbatch), name in zip(self._program, self._names, strict=True):
             for channel in self._incoming:
                 channel.progress()
+            if spans is None:
+                act(stage, microbatch)
+                continue
+            start = time.time_ns()
             act(stage, microbatch)
+            spans.append((name, start, time.time_ns()))
         for (sender, _), channel in self._channels.items():
             if sender == self._rank:
                 channel.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from shardcore.pipeline.placement import Placement
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
 from shardcore.pipeline.recompute import Recompute, run_layers
 from shardcore.pipeline.split import WeightGradients
+from shardcore.pipeline.trace import Span
+from shardcore.pipeline.trace import save as save_trace
 from shardcore.pipeline.transformers_model import ModelPart, has_plan, loss_of
 from shardcore.pipeline.weights import Normalize, loss_weights
 from shardcore.protocols import attach_pipeline, find_root
@@ -98,6 +101,7 @@ class Pipeline(nn.Module):
             self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
         self._gradients: Gradients | None = None
+        self._spans: list[Span] | None = None
         attach_pipeline(self)
 
     @property
@@ -195,6 +199,19 @@ class Pipeline(nn.Module):
                 module.training = mode
         return (loss, outputs) if return_outputs else loss
 
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Note when each action of the steps inside begins and ends, for every rank of this pipeline, and write it to
+        ``path`` on its first rank, for https://ui.perfetto.dev. Collective over the pipeline's axis.
+        """
+        spans: list[Span] = []
+        self._spans = spans
+        try:
+            yield
+        finally:
+            self._spans = None
+        save_trace(path, spans, self._mesh["pp"])
+
     def _run(
         self,
         name: str,
@@ -237,7 +254,7 @@ class Pipeline(nn.Module):
         gradients.begin()
         try:
             with restored_randomness(self._mesh.device):
-                executor.run(step, gradients)
+                executor.run(step, gradients, self._spans)
         finally:
             gradients.end()
 

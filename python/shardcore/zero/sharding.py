@@ -10,7 +10,7 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh
-from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
@@ -50,7 +50,8 @@ def shard(
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks
+            (for a pipeline: its own mesh).
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
@@ -77,7 +78,7 @@ def shard(
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     if budget is not None:
         prefetch = PrefetchLimits(budget=budget)
-    mesh = _as_mesh(mesh)
+    mesh = _as_mesh(mesh, module)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
@@ -117,9 +118,10 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     )
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module) -> Mesh:
     if mesh is None:
-        return Mesh()
+        part = find_pipeline(module)
+        return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Axis):
