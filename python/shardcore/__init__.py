@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from shardcore.engine import initialize as initialize
     from shardcore.mesh import Mesh as Mesh
     from shardcore.optim import optimizer as optimizer
+    from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
+    from shardcore.zero import load_state_dict as load_state_dict
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
     from shardcore.zero import reset_iteration as reset_iteration
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
     from shardcore.zero import summon as summon
 
 _HOME = {
+    "Communication": "zero",
     "Engine": "engine",
     "Mesh": "mesh",
     "Precision": "zero",
     "initialize": "engine",
+    "load_state_dict": "zero",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",

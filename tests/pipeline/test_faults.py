@@ -302,3 +302,14 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches() -> None:
     few, many, everything = peak("1f1b", 8, mesh), peak("1f1b", 24, mesh), peak("gpipe", 24, mesh)
     assert many <= few * 1.15
     assert everything > 1.5 * many
+
+
+@spmd(world=2, grace=30)
+def test_a_pipeline_that_failed_says_so() -> None:
+    mesh = sc.Mesh(pp=2)
+    pipe = Pipeline([Raises(), nn.Linear(4, 4)], mesh, num_microbatches=4, loss_fn=F.mse_loss)
+    data = iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 8)
+    with pytest.raises((ValueError, RankMismatchError)):
+        pipe.train_batch(data)
+    with pytest.raises(StateError, match="step has failed on this mesh"):
+        pipe.train_batch(data)

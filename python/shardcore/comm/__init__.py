@@ -4,7 +4,7 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.agree import agree_on, exchange, max_over_ranks, sum_over_ranks
+from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
 from shardcore.comm.collectives import (
     Handle,
     all_reduce,
@@ -13,9 +13,13 @@ from shardcore.comm.collectives import (
     reduce_shards,
     reset_traffic,
     traffic,
+    traffic_by_edge,
 )
 from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import Program
+from shardcore.comm.quantized import packed_nbytes
+from shardcore.comm.route import Coding, Route
+from shardcore.comm.steps import After
 from shardcore.comm.watch import (
     RankFailedError,
     check_level,
@@ -26,12 +30,15 @@ from shardcore.comm.watch import (
 )
 
 __all__ = [
+    "After",
     "Channel",
+    "Coding",
     "Handle",
     "Message",
     "Program",
     "RankFailedError",
     "Receipt",
+    "Route",
     "Tag",
     "agree_on",
     "all_reduce",
@@ -41,8 +48,10 @@ __all__ = [
     "check_level",
     "clear_failure",
     "exchange",
+    "fingerprint",
     "gather_shards",
     "max_over_ranks",
+    "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_shards",
@@ -50,5 +59,6 @@ __all__ = [
     "reset_traffic",
     "sum_over_ranks",
     "traffic",
+    "traffic_by_edge",
     "unpack",
 ]

@@ -8,18 +8,18 @@ broadcast can be polled, which :mod:`watch` needs.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from shardcore import _torch_private as private
 from shardcore.comm import watch
-from shardcore.errors import RankMismatchError
+from shardcore.errors import RankMismatchError, StateError
 from shardcore.mesh import Axis, Mesh
 
 Tag = tuple[str, int, int]
@@ -32,9 +32,6 @@ _ROOM = _NOTE_NBYTES - _HEAD.size
 _ALIGNMENT = 64
 _MAX_UNDER_WAY = 4
 """Messages that a sender keeps in memory before it waits for the oldest."""
-
-_channels: WeakKeyDictionary[Mesh, dict[tuple[int, int], Channel | None]] = WeakKeyDictionary()
-_axes: WeakKeyDictionary[Mesh, dict[tuple[int, ...], Axis | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Receipt:
         self._note = torch.empty(_NOTE_NBYTES, dtype=torch.uint8)
         self._note_work = channel.start(self._note, note=True)
         self._description = self._payload = torch.empty(0, dtype=torch.uint8)
-        self._body: list[watch.Waitable] | None = None
+        self._body: list[tuple[watch.Waitable, watch.Entry]] | None = None
 
     def has_note(self) -> bool:
         """Whether :meth:`start` would return at once."""
@@ -78,10 +75,10 @@ class Receipt:
             self._description = self._note[_HEAD.size : _HEAD.size + description_nbytes]
         else:
             self._description = torch.empty(description_nbytes, dtype=torch.uint8)
-            self._body.append(self._channel.start(self._description))
+            self._body.append((self._channel.start(self._description), self._entry))
         if payload_nbytes:
             self._payload = torch.empty(payload_nbytes, dtype=torch.uint8, device=self._channel.device)
-            self._body.append(self._channel.start(self._payload))
+            self._body.append((self._channel.start(self._payload), self._channel.for_payload(self._entry)))
 
     def wait(self) -> Message:
         """The message, once it is here; on CUDA the payload is ordered behind the current stream.
@@ -90,8 +87,8 @@ class Receipt:
             RankMismatchError: the sender sent another message, has failed, or is gone.
         """
         self._channel.start_until(self)
-        for work in self._body or ():
-            watch.wait(work, self._entry)
+        for work, entry in self._body or ():
+            watch.wait(work, entry)
         return Message(self._description.numpy().tobytes(), self._payload)
 
     def _check_tag(self, found: Tag) -> None:
@@ -111,6 +108,8 @@ class Channel:
         self.axis = axis
         self.device = device
         self._notes = notes
+        self._note_axis = replace(axis, group=notes, mesh=None)  # on the CPU: its waits are polled on every device
+        self._is_broken = False
         self._under_way: deque[tuple[watch.Waitable, watch.Entry, torch.Tensor]] = deque()
         self._expected: deque[Receipt] = deque()
 
@@ -126,7 +125,7 @@ class Channel:
         if len(inline) != len(description):
             self._put(torch.frombuffer(bytearray(description), dtype=torch.uint8), entry)
         if payload.numel():
-            self._put(payload, entry)
+            self._put(payload, self.for_payload(entry))
 
     def expect(self, tag: Tag) -> Receipt:
         """Post a receive; receives of one channel are posted in the order of the sends."""
@@ -144,10 +143,34 @@ class Channel:
         while receipt in self._expected:
             self._expected.popleft().start()
 
+    def for_payload(self, entry: watch.Entry) -> watch.Entry:
+        """The same message where its payload is waited for: on CUDA that orders the stream only."""
+        return watch.Entry(self.axis, entry.sequence, entry.label)
+
+    def check(self) -> None:
+        """Raise :class:`StateError` if a step has failed over this channel."""
+        if self._is_broken:
+            raise StateError(
+                f"{self.axis.name}: a pipeline's step has failed on this mesh, and its ranks are out of step; end the "
+                "job and resume from a checkpoint"
+            )
+
     def flush(self) -> None:
         """Wait until everything sent has left this rank's memory."""
         while self._under_way:
             self._wait_for_oldest()
+
+    def abandon(self) -> None:
+        """The step has failed: messages may be under way that never end. The channel cannot be used again.
+
+        Its groups are kept for ever, since ending one waits for what is under way, while the other rank may wait in the
+        same way for one of ours.
+        """
+        if self._is_broken:
+            return
+        self._is_broken = True
+        for group in (self._notes, self.axis.group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def start(self, tensor: torch.Tensor, *, note: bool = False) -> watch.Waitable:
         """Start one broadcast from the sender; collective over the two ranks."""
@@ -168,7 +191,7 @@ class Channel:
         self._under_way.popleft()
 
     def _record(self, tag: Tag) -> watch.Entry:
-        return watch.record(self.axis, "message", f"{tag[0]} of stage {tag[1]}, micro-batch", tag[2])
+        return watch.record(self._note_axis, "message", f"{tag[0]} of stage {tag[1]}, micro-batch", tag[2])
 
 
 def channels(mesh: Mesh, axis_name: str, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Channel]:
@@ -180,7 +203,7 @@ def channels(mesh: Mesh, axis_name: str, edges: Iterable[tuple[int, int]]) -> di
     Args:
         edges: (sender, receiver) as positions along the axis, for every row of ranks.
     """
-    known = _channels.setdefault(mesh, {})
+    known: dict[tuple[int, int], Channel | None] = mesh.attached.setdefault("channels", {})
     mine: dict[tuple[int, int], Channel] = {}
     everywhere = [(row[a], row[b]) for row in mesh.rows(axis_name) for a, b in edges]
     for edge in _in_rounds(everywhere):
@@ -188,6 +211,7 @@ def channels(mesh: Mesh, axis_name: str, edges: Iterable[tuple[int, int]]) -> di
             known[edge] = _connect(mesh, edge)
         channel = known[edge]
         if channel is not None:
+            channel.check()
             mine[edge] = channel
     return mine
 
@@ -198,7 +222,7 @@ def axes_over(mesh: Mesh, axis_name: str, sets: Iterable[tuple[int, ...]]) -> di
     Args:
         sets: ascending positions of each new axis, two at least; those without this rank are made, not returned.
     """
-    known = _axes.setdefault(mesh, {})
+    known: dict[tuple[int, ...], Axis | None] = mesh.attached.setdefault("axes", {})
     mine: dict[tuple[int, ...], Axis] = {}
     for positions in sorted(set(sets)):
         for row in mesh.rows(axis_name):
@@ -254,8 +278,9 @@ def _connect(mesh: Mesh, edge: tuple[int, int]) -> Channel | None:
     notes, payloads = _group(edge), _group(edge)
     if notes is None or payloads is None:
         return None
-    axis = Axis(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), payloads, None)
-    return Channel(axis, notes, mesh.device)
+    return Channel(
+        Axis(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), payloads, mesh), notes, mesh.device
+    )
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

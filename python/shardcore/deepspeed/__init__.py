@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from shardcore import __version__
-from shardcore.deepspeed import pipe, zero
+from shardcore.deepspeed import pipe, utils, zero
 from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.engine import Engine as DeepSpeedEngine
 from shardcore.engine import initialize as _initialize
@@ -26,6 +26,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "pipe",
+    "utils",
     "zero",
 ]
 

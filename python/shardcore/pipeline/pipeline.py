@@ -222,6 +222,8 @@ class Pipeline(nn.Module):
         computes_loss: bool = True,
     ) -> tuple[torch.Tensor, list[Any] | None]:
         mesh, placement = self._mesh, self._placement
+        for channel in self._channels.values():
+            channel.check()
         batches: list[micro_batches.Batch] = []
         if placement.runs_an_end:
             drawn = micro_batches.draw(data_iter, m, f"{name} on rank {mesh.rank}")
@@ -255,6 +257,10 @@ class Pipeline(nn.Module):
         try:
             with restored_randomness(self._mesh.device):
                 executor.run(step, gradients, self._spans)
+        except BaseException:
+            for channel in self._channels.values():
+                channel.abandon()
+            raise
         finally:
             gradients.end()
 

@@ -37,6 +37,7 @@ class GroupGradients:
         *,
         shard_axis: Axis,
         replicate_axis: Axis,
+        route: comm.Route,
         keep_whole: bool,
         expose: bool,
         sum_dtype: torch.dtype,
@@ -47,6 +48,7 @@ class GroupGradients:
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
+        self._route = route
         self._keep_whole = keep_whole or shard_axis.size == 1
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
@@ -126,10 +128,10 @@ class GroupGradients:
         if not all(self._written):
             private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
         buffer = self._full
-        if self._reduce_dtype != buffer.dtype and self._world > 1:
+        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self._route.rounds_reductions:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = comm.reduce_shards(buffer, self._shard_axis, self.name, self.program)
+            self._handle = self._route.reduce(buffer, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 
@@ -139,17 +141,24 @@ class GroupGradients:
             return
         self._handle.wait()  # where this raises, the next call waits again
         self._handle = None
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
+        sent, self._sent = self._sent, None
+        reduced = self._own
+        if sent is not None:
             start = self._own.storage_offset()
-            self._own.copy_(sent[start : start + self._own.numel()])
+            reduced = sent[start : start + self._own.numel()]
         if self._shard_axis.size > 1 and self._replicate_axis.size > 1:
-            comm.all_reduce(self._own, self._replicate_axis, self.name).wait()
+            reduced = self._sum_copies(reduced)
+        if reduced is not self._own:
+            self._own.copy_(reduced)
         if self._post_divide:
             self._full.mul_(1 / self._world)
         if not self._keep_whole:
             self._store_shard()
         self._reduced = True
+
+    def forget_errors(self) -> None:
+        """Drop what quantising has taken from earlier gradients and would add to the next."""
+        self._route.forget_errors()
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
@@ -163,16 +172,66 @@ class GroupGradients:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
         if not self.exposed:
             return
-        for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
-            if self.present[i]:
-                slot.param.grad = view
-                self._shown[i] = True
+        with private.without_torch_function():
+            for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
+                if self.present[i]:
+                    slot.param.grad = view
+                    self._shown[i] = True
 
     def drop_unset(self) -> None:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
         if self.exposed:
             for i, slot in enumerate(self._slots):
                 self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
+
+    def buffers(self, *, whole: bool) -> list[torch.Tensor]:
+        """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
+        if whole:
+            return [self._full] if self._is_open() else []
+        return [self._shard] if self._shard is not None and not self._keep_whole else []
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether a reduction of this window is in the shard."""
+        return self._reduced
+
+    def reduce_now(self, *, local_anywhere: bool) -> None:
+        """Bring the shard up to date before the window's end. Collective where ``local_anywhere``: some rank holds
+        gradients that no reduction has taken.
+        """
+        if local_anywhere:
+            self.start_reduce()
+        self.finish_reduce()
+        self.settle()
+        self.expose()
+
+    def drop(self, index: int, *, set_to_none: bool = True) -> None:
+        """Forget the gradient of one parameter, as :meth:`clear` does of all."""
+        self.finish_reduce()
+        slot = self._slots[index]
+        if self._is_open():
+            self._views[index].zero_()
+        if self._shard is not None and not self._keep_whole:
+            start = self._own.storage_offset()
+            first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
+            self._shard[first : max(first, last)].zero_()
+        if set_to_none:
+            self.present[index] = False
+            if self.exposed:
+                slot.param.grad = None
+                self._shown[index] = False
+
+    def assign(self, index: int, value: torch.Tensor) -> None:
+        """``param.grad = value`` where gradients are on the parameters: the value goes into the buffer."""
+        self.finish_reduce()
+        if not self.has_local:
+            self.settle()
+        view = self._views[index]
+        if not self.holds(index, value):
+            view.copy_(value)
+        self.present[index] = self._written[index] = self._shown[index] = True
+        with private.without_torch_function():
+            self._slots[index].param.grad = view
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
@@ -191,12 +250,20 @@ class GroupGradients:
         if not self._keep_whole:
             self._resize(0)
 
+    def free(self) -> None:
+        """Forget all gradients and give their memory back."""
+        self.abandon()
+        self._resize(0)
+        if not self._keep_whole:
+            self._shard = None
+
     def abandon(self) -> None:
         """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
         self._sent = None
+        self.forget_errors()
         self.clear(set_to_none=True)
 
     def _was_reset(self, index: int) -> bool:
@@ -211,6 +278,12 @@ class GroupGradients:
     @property
     def _post_divide(self) -> bool:
         return self._shard_axis.size == 1 and self._world > 1
+
+    def _sum_copies(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Sum the reduced shard over the copies of the model, in the dtype in which gradients travel."""
+        reduced = reduced.to(self._reduce_dtype)
+        comm.all_reduce(reduced, self._replicate_axis, self.name).wait()
+        return reduced
 
     def _write(self, view: torch.Tensor, grad: torch.Tensor) -> None:
         if self._prescale == 1.0:
