@@ -21,7 +21,7 @@ from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
 from shardcore.optim import optimizer as make_optimizer
-from shardcore.protocols import LossScale
+from shardcore.protocols import LossScale, find_pipeline
 
 _log = logging.getLogger("shardcore")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -74,14 +74,14 @@ def initialize(
         )
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    mesh = mesh_param if isinstance(mesh_param, Mesh) else Mesh() if mesh_param is None else Mesh.from_torch(mesh_param)
+    mesh = _mesh(model, mesh_param)
     loaded = load_config(
         _config_source(args, config, config_params, failure),
         data_world=mesh.data_world,
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
-    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None)
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
@@ -92,6 +92,14 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _mesh(model: nn.Module, given: Any) -> Mesh:
+    """The mesh that was given, else a pipeline's own, else all ranks in data parallel."""
+    if given is not None:
+        return given if isinstance(given, Mesh) else Mesh.from_torch(given)
+    part = find_pipeline(model)
+    return Mesh() if part is None else part.mesh
 
 
 def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:

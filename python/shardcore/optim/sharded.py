@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
@@ -303,7 +304,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     def _step(self) -> None:
         self.step_was_applied = False
         has_gradient = self._held.with_gradient(self._roots)
-        if not any(has_gradient.values()):
+        if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
@@ -358,13 +359,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
-        total: torch.Tensor | None = None
-        for root in self._roots:
-            norms = [torch.linalg.vector_norm(grad) for grad in self._held.grads(root)]
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-            squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
-            total = squares if total is None else total + squares
-        return cast(torch.Tensor, total).sqrt()
+        return torch.stack([sum_of_squares(root, self._held) for root in self._roots]).sum().sqrt()
 
     def _skip(self, groups: Sequence[ShardedGroup]) -> None:
         scale = self.loss_scale.scale

@@ -11,7 +11,7 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
-from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.communication import Communication
@@ -56,7 +56,7 @@ def shard(
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
@@ -82,7 +82,7 @@ def shard(
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
-    mesh = _as_mesh(mesh)
+    mesh = _as_mesh(mesh, module)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -136,9 +136,10 @@ def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimi
     return PrefetchLimits(budget=budget)
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module) -> Mesh:
     if mesh is None:
-        return Mesh()
+        part = find_pipeline(module)
+        return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Axis):

@@ -173,7 +173,7 @@ def _is_plain_container(module: nn.Module, parent: nn.Module) -> bool:
 def _large_leftovers(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     """Modules outside all blocks that hold many parameters themselves, such as an output head."""
     sizes: Counter[nn.Module] = Counter()
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for owner, name, param in _walk(model, chosen):
         if owner is model:
             sizes[modules[name.rpartition(".")[0]]] += param.numel()
