@@ -63,7 +63,6 @@ class _Board:
 
     store: Store | None
     rank: int
-    pid: int = field(default_factory=os.getpid)
     epoch: int = 0
     digest: int = 0
     failure: str | None = None
