@@ -50,6 +50,7 @@ _ROOMS = (
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "plan",
     "testing",
     "zero",

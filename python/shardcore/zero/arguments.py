@@ -37,14 +37,13 @@ def check_arguments(
     prefetch: PrefetchLimits | None,
     segment_nbytes: int | None,
 ) -> None:
-    """Raise unless all of this fits together and all ranks give the same. Collective over the data-parallel axis.
+    """Raise unless something uses the mesh's axes and all ranks give the same. Collective over the data-parallel axis.
 
     Raises:
-        ConfigError: the mesh has an axis that nothing uses yet, or the stage has no use for what is asked for.
+        ConfigError: the mesh has an axis that nothing uses yet.
         RankMismatchError: ranks give different settings; the message names one, and both values.
     """
     _check_axes(mesh)
-    communication.check(policy)
     settings = {
         "stage": policy.stage,
         "precision": precision,
