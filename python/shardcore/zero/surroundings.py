@@ -139,5 +139,6 @@ class Surroundings:
                 )
 
     def _unwatch(self) -> None:
-        for group in self.groups:
-            group.unwatch()
+        if not self.policy.shards_params:
+            for group in self.groups:
+                group.unwatch()
