@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -103,6 +104,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             super().__init__(groups, self.inner.defaults)
         self._groups_are_fixed = True
         self.param_groups = groups
+        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale or _default_scale(roots)
         join(self, roots)
@@ -126,13 +128,14 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     ) -> ShardedOptimizer:
         """Take over an optimizer that the user built; its groups are matched to the sharded parameters by identity.
 
-        The instance's ``step`` and ``zero_grad`` become the sharded ones, so that a loop that still calls it trains.
+        The instance's ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` become the sharded ones, so that
+        a loop that still calls it trains.
         """
         if isinstance(instance, ShardedOptimizer):
             raise ConfigError(
                 "this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is"
             )
-        if instance.state:
+        if any(state.get("step") != 0 for state in instance.state.values()):
             raise StateError(
                 f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded"
             )
@@ -140,10 +143,13 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         roots, groups = resolve_targets(named)
 
         def build(pieces: list[Options]) -> torch.optim.Optimizer:
+            groups = [{**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)]
+            if instance.state:  # one that makes its states when it is built, as Adagrad does
+                make: Callable[..., torch.optim.Optimizer] = type(instance)
+                known = inspect.signature(make).parameters
+                return make(groups, **{key: value for key, value in instance.defaults.items() if key in known})
             inner = copy.copy(instance)
-            inner.param_groups = [
-                {**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)
-            ]
+            inner.param_groups = groups
             return inner
 
         sharded = cls(build, roots, groups, max_grad_norm, loss_scale)
@@ -154,6 +160,8 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         private.replace_step(instance, sharded.step)
         sharded._taken_over = instance
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+        instance.state_dict = sharded.state_dict  # type: ignore[method-assign]
+        instance.load_state_dict = sharded.load_state_dict  # type: ignore[method-assign]
         return sharded
 
     @property

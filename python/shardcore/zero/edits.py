@@ -96,5 +96,4 @@ class Edits:
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def _parameter_versions(self) -> list[int]:
-        with private.without_torch_function():
-            return [private.version(slot.param) for slot in self.slots]
+        return private.versions([slot.param for slot in self.slots])

@@ -188,6 +188,7 @@ class ShardGroup(Edits):
             self._release_is_due = True
             return
         self._arrive()
+        self._keep_edits_of_use()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._axis.size > 1:
@@ -220,6 +221,8 @@ class ShardGroup(Edits):
         if self.master is not self.own:
             self.own.copy_(self.master)
         self.invalidate_copies()
+        torch.autograd.graph.increment_version([slot.param for slot in self.slots])  # older graphs refuse a backward
+        self.note_versions()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
@@ -315,6 +318,7 @@ class ShardGroup(Edits):
         self._refresh_masters(slice(offset, offset + stop - start))
         self.invalidate_copies()
         torch.autograd.graph.increment_version(slot.param)
+        self.note_versions()
         return slot.param
 
     def end_export(self) -> None:
@@ -360,6 +364,19 @@ class ShardGroup(Edits):
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
+
+    def _keep_edits_of_use(self) -> None:
+        """What a forward wrote to its parameters (``weight.clamp_()``) outlasts the gathered copy, as it does where
+        parameters are whole; ranks must write the same, as for every edit.
+        """
+        if self._versions == self._parameter_versions():
+            return
+        if self._gathering.is_rounded:
+            raise StateError(
+                f"parameters of unit {self.name!r} were written to in a forward or backward, for which they are "
+                "gathered in rounded form (Communication(gather=...)): write in summon(model, writeback=True) instead"
+            )
+        self.adopt_edits()
 
 
 def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:
