@@ -120,6 +120,12 @@ class GroupGradients:
         self.present[index] = True
         return self._views[index]
 
+    def empty_whole(self, index: int) -> None:
+        """Set to zero what the whole buffer holds of a parameter, reduced or not; a shard of its own stays."""
+        self.finish_reduce()
+        if self._keep_whole and self._is_open():
+            self._views[index].zero_()
+
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
         self.finish_reduce()  # that of the backward before, where no gradient has come since

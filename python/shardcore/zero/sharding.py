@@ -56,7 +56,7 @@ def shard(
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
