@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardcore import zero
+from shardcore import comm, zero
 from shardcore.config import Config, DropInConfigError, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
@@ -64,6 +65,7 @@ def initialize(
 
     Raises:
         ConfigError: everything that is wrong with the arguments and the config, at once where possible.
+        RankMismatchError: ranks were given different configurations.
     """
     failure = DropInConfigError if drop_in else ConfigError
     if not isinstance(model, nn.Module):
@@ -81,6 +83,7 @@ def initialize(
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
+    _agree_on(loaded, mesh)
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
@@ -92,6 +95,14 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _agree_on(config: Config, mesh: Mesh) -> None:
+    """Raise on every rank unless all ranks have read the same configuration; where it came from may differ."""
+    told = {f.name: getattr(config, f.name) for f in fields(config)}
+    for name in ("label", "given", "ignored", "notes"):
+        del told[name]
+    comm.agree_on_settings("the configuration", told, mesh["dp"])
 
 
 def _mesh(model: nn.Module, given: Any) -> Mesh:

@@ -14,6 +14,7 @@ from shardcore.mesh import Axis, Mesh, Split
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
+from shardcore.zero.arguments import check_arguments, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
@@ -41,7 +42,7 @@ def shard(
     mesh: Mesh | Axis | DeviceMesh | None = None,
     stage: int = 3,
     units: Units = "auto",
-    precision: Precision | None = None,
+    precision: Precision | str | torch.dtype | None = None,
     offload: Any | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
@@ -61,7 +62,8 @@ def shard(
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
         gathered from forward to backward where it allows. None means two units besides what the model itself holds.
-        precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
+        precision: dtypes and loss scaling, or only the parameters' dtype (``"bf16"``, ``torch.bfloat16``); None keeps
+        the parameters' own dtypes. Masters of 16-bit parameters are fp32.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
@@ -74,15 +76,16 @@ def shard(
         ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
-        RankMismatchError: ranks built different models.
+        RankMismatchError: ranks built different models, or gave different settings.
     """
     policy = Policy(stage=stage)
-    precision = precision or Precision()
-    communication = communication or Communication()
+    precision = Precision.of(precision)
+    communication = expect("communication", communication or Communication(), Communication)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
     mesh = _as_mesh(mesh, module)
+    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -130,7 +133,7 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
 
 def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
     if budget is None:
-        return prefetch
+        return None if prefetch is None else expect("prefetch", prefetch, PrefetchLimits)
     if prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     return PrefetchLimits(budget=budget)
