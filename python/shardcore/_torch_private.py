@@ -83,6 +83,12 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors show the storage of this one, itself included; torch tells no user of an alias."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
+
+
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` out of a hook: it breaks the graph there instead of tracing collectives and storages.
 

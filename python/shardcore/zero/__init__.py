@@ -3,17 +3,20 @@
 from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
+from shardcore.zero.sharded_init import empty_init, sharded_init
 from shardcore.zero.sharding import default_segment_nbytes, shard
 
 __all__ = [
     "Precision",
     "PrefetchLimits",
     "default_segment_nbytes",
+    "empty_init",
     "gathered",
     "local_shard",
     "no_sync",
     "reset_iteration",
     "shard",
+    "sharded_init",
     "state_dict",
     "summon",
 ]

@@ -18,6 +18,7 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class
+from shardcore.zero.pieces import move_into
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -75,13 +76,13 @@ class ShardGroup:
 
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
-        self._classes = [type(slot.param) for slot in slots]
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self._nbytes = self.full.untyped_storage().nbytes()
-        self._adopt_parameters()
-        comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        if not self._adopt_parameters():
+            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self.own = self.full[self._slice]
@@ -205,6 +206,20 @@ class ShardGroup:
             self.master.copy_(self.own)
         self._versions = self._parameter_versions()
 
+    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
+        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
+        """
+        if self.releases:
+            self.reshard()
+        else:
+            self.unshard()  # a gather under way sends the piece
+        start, stop, offset = self.local_range(slot)
+        piece = slice(offset, offset + stop - start)
+        read(start, stop, self.own[piece])
+        if self.master is not self.own:
+            self.master[piece].copy_(self.own[piece])
+
     def adopt_edits_if_any(self) -> None:
         """As :meth:`adopt_edits`, if a version counter says that a parameter was written to since the last time."""
         if self.master is not self.own and not self.releases and self._versions != self._parameter_versions():
@@ -234,14 +249,18 @@ class ShardGroup:
             self.unshard()
         self.reshard()
 
-    def _adopt_parameters(self) -> None:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it."""
+    def _adopt_parameters(self) -> bool:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
+        ranks have the same values already.
+        """
+        agreed = True
         with torch.no_grad():
             for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                view.copy_(slot.param)
-                slot.param.data = view
+                flat = self.full[slot.offset : slot.offset + slot.numel]
+                agreed &= move_into(slot.param, flat)
+                slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
+        return agreed
 
     def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
         if not self.trainable or dtype == self.full.dtype:

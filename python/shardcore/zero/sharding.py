@@ -15,6 +15,8 @@ from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.materialise import Init, materialise
+from shardcore.zero.pieces import cast_piece
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -41,11 +43,14 @@ def shard(
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
     All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype
-    and ``requires_grad``; at stage 3 their data are there only while the module uses them.
+    and ``requires_grad``; at stage 3 their data are there only while the module uses them. Parameters and buffers on
+    the meta device are given memory and initialised here, at most a unit of them at a time
+    (:mod:`shardcore.zero.materialise` says by which calls).
 
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
@@ -59,12 +64,15 @@ def shard(
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
+        init: initialises the own parameters and buffers of the module that it is called with, for each module that has
+        some on the meta device; None means the modules' own way.
 
     Returns:
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded or that nothing initialises, an option
+        that is not available yet.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
         RankMismatchError: ranks built different models.
@@ -77,13 +85,14 @@ def shard(
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     if budget is not None:
         prefetch = PrefetchLimits(budget=budget)
-    mesh = _as_mesh(mesh)
+    mesh = as_mesh(mesh)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
-    _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
     shard_axis, replicate_axis = _axes(mesh, policy)
     shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
@@ -117,7 +126,8 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     )
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+def as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+    """The mesh that a ``mesh=`` argument means; None means all ranks."""
     if mesh is None:
         return Mesh()
     if isinstance(mesh, Mesh):
@@ -151,7 +161,8 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
     """Parameters to their dtype and device, buffers to the device only."""
     with torch.no_grad():
         for param in module.parameters():
-            param.data = param.data.to(device=device, dtype=precision.param_dtype)
+            if not cast_piece(param, device, precision.param_dtype):
+                param.data = param.data.to(device=device, dtype=precision.param_dtype)
             param.grad = None
         for child in module.modules():
             for name, buffer in child._buffers.items():

@@ -194,7 +194,7 @@ def check_parameters(model: nn.Module) -> None:
     """Refuse what cannot be sharded, before anything is changed.
 
     Raises:
-        ConfigError: no parameter, complex or integer parameters, sparse embeddings, or parameters on the meta device.
+        ConfigError: no parameter, complex or integer parameters, or sparse embeddings.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -204,10 +204,6 @@ def check_parameters(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer "
                 "or real"
-            )
-        if param.device.type == "meta":
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
