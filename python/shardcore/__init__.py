@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardcore.engine import Engine as Engine
     from shardcore.engine import initialize as initialize
+    from shardcore.integrations import load_safetensors as load_safetensors
     from shardcore.mesh import Mesh as Mesh
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Precision as Precision
@@ -30,6 +31,7 @@ _HOME = {
     "Precision": "zero",
     "empty_init": "zero",
     "initialize": "engine",
+    "load_safetensors": "integrations",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",
@@ -46,6 +48,7 @@ _ROOMS = (
     "deepspeed",
     "engine",
     "errors",
+    "integrations",
     "launch",
     "mesh",
     "offload",

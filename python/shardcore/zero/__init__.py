@@ -1,17 +1,22 @@
 """ZeRO and plain data parallelism: one group mechanism, of which a stage is a setting."""
 
 from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
+from shardcore.zero.building import empty_init, sharded_init
+from shardcore.zero.pieces import gathered_pieces
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
-from shardcore.zero.sharded_init import empty_init, sharded_init
 from shardcore.zero.sharding import default_segment_nbytes, shard
+from shardcore.zero.targets import Target, Targets, targets_of
 
 __all__ = [
     "Precision",
     "PrefetchLimits",
+    "Target",
+    "Targets",
     "default_segment_nbytes",
     "empty_init",
     "gathered",
+    "gathered_pieces",
     "local_shard",
     "no_sync",
     "reset_iteration",
@@ -19,4 +24,5 @@ __all__ = [
     "sharded_init",
     "state_dict",
     "summon",
+    "targets_of",
 ]

@@ -91,9 +91,9 @@ class ShardGroup:
         self.master = self._make_master(precision.master_dtype(dtype))
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
-        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
-            self.reshard()
+            self.reshard()  # before the gradients' buffer, which is as large until it is released
+        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
 
     @property
     def nbytes(self) -> int:

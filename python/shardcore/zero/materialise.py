@@ -15,6 +15,7 @@ Values that are there already, from a file or from a constructor, stay as they a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def materialise(model: nn.Module, mesh: Mesh, assignment: Assignment, init: Init
         keeper.adopt_empty(tensor, name)
     keys = {id(tensor) for tensor in empty.values()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _unchanged(model):
             for module, inside_hf in _targets(model, keys):
                 _initialise(module, inside_hf, init, keys)
         keeper.settle()
@@ -60,6 +61,21 @@ def materialise(model: nn.Module, mesh: Mesh, assignment: Assignment, init: Init
             if piece is not None and piece.is_empty:
                 unguard(tensor)
                 detach_piece(tensor)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Parameters that are away have their values already: inside, what is written to them is dropped."""
+    pieces = [find_piece(param) for param in model.parameters() if _is_away(param)]
+    for piece in pieces:
+        piece.is_given = True
+    try:
+        yield
+        for keeper in {piece.keeper: None for piece in pieces}:
+            keeper.settle()
+    finally:
+        for piece in pieces:
+            piece.is_given = False
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,14 +121,14 @@ def _initialise(module: nn.Module, inside_hf: bool, init: Init | None, keys: set
         call: Callable[[], Any] | None = partial(init, module) if own else None
     elif _is_hf(module) and not inside_hf:
         _flag_what_has_values(module, keys)
-        call = module.initialize_weights
+        call = getattr(module, "initialize_weights")  # noqa: B009  # torch types it as a tensor
     elif inside_hf and not any(map(_is_empty, own)):
         call = None
     else:
         call = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if call is None:
         return
-    given = [tensor for tensor in own if id(tensor) not in keys and find_piece(tensor) is None]
+    given = [tensor for tensor in own if id(tensor) not in keys and not _is_away(tensor)]
     values = [tensor.clone() for tensor in given]
     call()
     for tensor, value in zip(given, values, strict=True):
@@ -122,6 +138,11 @@ def _initialise(module: nn.Module, inside_hf: bool, init: Init | None, keys: set
 def _is_empty(tensor: torch.Tensor) -> bool:
     piece = find_piece(tensor)
     return piece is not None and piece.is_empty
+
+
+def _is_away(tensor: torch.Tensor) -> bool:
+    piece = find_piece(tensor)
+    return piece is not None and piece.own is not None
 
 
 def _flag_what_has_values(model: nn.Module, keys: set[int]) -> None:
@@ -142,7 +163,9 @@ def _check_written(model: nn.Module, empty: dict[str, torch.Tensor], keeper: Kee
     """Every rank looks at its pieces, and all learn what any rank has found."""
     replaced = {id(tensor) for _, tensor in _tensors(model)}
     bad = [id(tensor) in replaced and _lacks_values(tensor) for tensor in empty.values()]
-    flags = comm.max_over_ranks(torch.tensor(bad, dtype=torch.int32), keeper.axis, "parameters without values")
+    flags = comm.max_over_ranks(
+        torch.tensor(bad, dtype=torch.int32, device="cpu"), keeper.axis, "parameters without values"
+    )
     names = [name for name, flag in zip(empty, flags.tolist(), strict=True) if flag]
     if names:
         raise ConfigError(_message(model, names))

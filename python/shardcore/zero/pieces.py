@@ -12,8 +12,9 @@ W: a gather then needs no padding and writes in place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     from shardcore.mesh import Axis
 
+_DEAD, _LEAVES, _STAYS = range(3)
+_KEEPERS_REFERENCES = 3
+"""The keeper's own, that of a local variable, and that of the call which counts."""
 _PATTERN = 0xA5
 """A byte that is no bool, and repeated no likely number."""
 _SHOWS_ADDRESS = frozenset({torch.Tensor.data_ptr})
@@ -48,7 +52,7 @@ class Piece:
         self.is_empty = False
         """On the meta device: there are no values yet."""
         self.is_given = False
-        """Its values came from a file: what initialises the rest of the model must not change them."""
+        """What is written to it is dropped when it is sent away: the rest of the model is being initialised."""
 
 
 class Keeper:
@@ -84,7 +88,7 @@ class Keeper:
         attach_piece(tensor, piece)
         guard(tensor)
 
-    def adopt_piece(self, param: nn.Parameter, name: str, own: torch.Tensor) -> nn.Parameter:
+    def adopt_piece(self, param: torch.Tensor, name: str, own: torch.Tensor) -> None:
         """Keep a parameter on the meta device, or one that is away, with these values of this rank."""
         piece = find_piece(param)
         if piece is None:
@@ -92,8 +96,7 @@ class Keeper:
             piece = Piece(self, name)
             attach_piece(param, piece)
             guard(param)
-        piece.own, piece.is_given = own, True
-        return param
+        piece.own = own
 
     def split(self, numel: int) -> list[tuple[int, int]]:
         """The ranges of a flattened parameter that this rank keeps: its part, and the remainder."""
@@ -135,14 +138,24 @@ class Keeper:
         """
         if self.axis.size == 1:
             return
-        leaving = [param for key, param in self._whole.items() if key not in keep and key not in self._held]
+        leaving = [key for key in self._whole if key not in keep and key not in self._held]
         if not leaving:
             return
-        stays = torch.tensor([not _may_leave(param) for param in leaving], dtype=torch.int32)
-        comm.max_over_ranks(stays, self.axis, "parameters under construction that stay whole")
-        for param, stay in zip(leaving, stays.tolist(), strict=True):
-            if not stay:
-                self._send_away(param)
+        # Not on the device of a context that the model is built in.
+        verdicts = torch.tensor([self._verdict(key) for key in leaving], dtype=torch.int32, device="cpu")
+        comm.max_over_ranks(verdicts, self.axis, "parameters under construction that stay whole")
+        for key, verdict in zip(leaving, verdicts.tolist(), strict=True):
+            if verdict == _LEAVES:
+                self._send_away(self._whole[key])
+            elif verdict == _DEAD:
+                del self._whole[key]
+
+    def _verdict(self, key: int) -> int:
+        """What this rank wants to become of a whole parameter; the largest of all ranks' counts."""
+        param = self._whole[key]
+        if sys.getrefcount(param) <= _KEEPERS_REFERENCES:
+            return _DEAD
+        return _LEAVES if _may_leave(param) else _STAYS
 
     def after_use(self, params: Iterable[torch.Tensor], func: Callable[..., Any], result: Any) -> None:
         """A use of parameters that were away is over. Those that a graph may have saved, or whose address somebody
@@ -155,7 +168,7 @@ class Keeper:
 
     @contextmanager
     def holding(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, these parameters are whole. Collective."""
+        """Inside, these parameters are whole and stay so. Collective."""
         self.bring(params)
         keys = {id(param) for param in params} - self._held
         self._held |= keys
@@ -164,22 +177,15 @@ class Keeper:
         finally:
             self._held -= keys
 
-    def send(self, params: Iterable[torch.Tensor], source: int) -> None:
-        """Make these whole parameters those of the axis's ``source``-th rank. Collective."""
-        for param in params:
-            comm.broadcast(_flat(param), self.axis, source, f"parameter {_piece_of(param).name}").wait()
-
     def _fill_with_nothing(self, tensor: torch.Tensor, piece: Piece) -> None:
         """Memory, marked so that whoever initialises nothing is found out."""
-        real = torch.empty_like(_plain(tensor), device=self.device)
-        mark_unwritten(real)
         unguard(tensor)
+        give_memory(tensor, self.device, piece.name)
+        mark_unwritten(_plain(tensor))
         if isinstance(tensor, nn.Parameter):
-            _replace(tensor, nn.Parameter(real, tensor.requires_grad), piece.name)
             piece.is_empty = False
             self._whole[id(tensor)] = tensor
         else:
-            _replace(tensor, real, piece.name)
             detach_piece(tensor)
 
     def _gather(self, param: torch.Tensor, piece: Piece) -> None:
@@ -212,7 +218,37 @@ class Keeper:
         del self._whole[id(param)]
 
 
-# ------------------------------------------------------------------------------------------- from shardcore.shard
+# ------------------------------------------------------------------------------------------- for other rooms' doors
+
+
+@contextmanager
+def gathered_pieces(params: Iterable[torch.Tensor], modifier_rank: int | None = None) -> Iterator[None]:
+    """Inside, those of ``params`` that are under construction are whole. With ``modifier_rank``, its edits count.
+    Collective over the data-parallel axis.
+
+    Raises:
+        StateError: on leaving, if a parameter was written to and ``modifier_rank`` is None; the message names it.
+    """
+    built = [param for param in params if find_piece(param) is not None]
+    keepers = {_piece_of(param).keeper: None for param in built}
+    with ExitStack() as stack:
+        for keeper in keepers:
+            stack.enter_context(keeper.holding([param for param in built if _piece_of(param).keeper is keeper]))
+        before = [(param, _piece_of(param).name, _piece_of(param).keeper, private.version(param)) for param in built]
+        yield
+    edited = [name for param, name, _, version in before if private.version(param) != version]
+    if edited and modifier_rank is None:
+        raise StateError(
+            f"parameters {edited[:5]} were written to while gathered for reading, so ranks may differ in them; name "
+            "the rank whose edits count: GatheredParameters(..., modifier_rank=0)"
+        )
+    if modifier_rank is not None:
+        for param, name, keeper, _ in before:
+            dense = _plain(param).contiguous()
+            comm.broadcast(dense, keeper.axis, modifier_rank, f"parameter {name}").wait()
+            _plain(param).copy_(dense)
+    for keeper in keepers:
+        keeper.settle()
 
 
 def cast_piece(param: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
@@ -234,16 +270,18 @@ def move_into(param: torch.Tensor, flat: torch.Tensor) -> bool:
     """Move a parameter's values into ``flat`` [numel], for its owner to be. Collective if they are away, and then they
     are the same on all ranks: returns whether.
     """
-    piece = find_piece(param)
-    is_away = piece is not None and piece.own is not None
-    if is_away and _plain(param).is_contiguous():
+    piece: Piece | None = find_piece(param)
+    if piece is None or piece.own is None:
+        flat.view(param.shape).copy_(param)
+        Keeper.forget(param)
+        return False
+    if _plain(param).is_contiguous():
         piece.keeper._gather_into(flat, piece.own, piece.name)
     else:
-        if is_away:
-            piece.keeper.bring([param])
+        piece.keeper.bring([param])
         flat.view(param.shape).copy_(param)
     Keeper.forget(param)
-    return is_away
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -264,6 +302,12 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return bool((tensor.contiguous().view(-1).view(torch.uint8) == _PATTERN).all())
+
+
+def give_memory(tensor: torch.Tensor, device: torch.device, name: str) -> None:
+    """Move a parameter or buffer from the meta device; it stays the same object, with arbitrary values."""
+    real = torch.empty_like(_plain(tensor), device=device)
+    _replace(tensor, nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real, name)
 
 
 def to_meta(param: nn.Parameter, name: str) -> None:
@@ -293,7 +337,7 @@ def _may_leave(param: torch.Tensor) -> bool:
     """Whether the parameter fills a storage that nothing else uses."""
     storage = param.untyped_storage()
     fills = param.storage_offset() == 0 and storage.nbytes() == param.nbytes > 0 and storage.resizable()
-    return fills and param.layout is torch.strided and private.num_storage_users(param) == 1
+    return bool(fills) and param.layout is torch.strided and private.num_storage_users(param) == 1
 
 
 def _without_data(param: torch.Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

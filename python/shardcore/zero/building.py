@@ -24,7 +24,9 @@ _Register = Callable[[nn.Module, str, nn.Parameter], None]
 
 @contextmanager
 def sharded_init(
-    mesh: Mesh | Axis | DeviceMesh | None = None, dtype: torch.dtype | None = None
+    mesh: Mesh | Axis | DeviceMesh | None = None,
+    dtype: torch.dtype | None = None,
+    module: nn.Module | None = None,
 ) -> Iterator[None]:
     """Modules built inside are sharded as they are constructed. Collective over the data-parallel axis of ``mesh``.
 
@@ -38,6 +40,7 @@ def sharded_init(
         mesh: as in :func:`shardcore.shard`; None means all ranks, which join the job here if they have not yet.
         dtype: floating parameters are created in it, and initialised in it; None leaves them as the model has them (to
         be cast by ``shardcore.shard(precision=...)``).
+        module: a model that exists already; its parameters shrink on entry, as if it had been built inside.
 
     Raises:
         ConfigError: a wrong mesh or dtype.
@@ -50,8 +53,12 @@ def sharded_init(
     def register(module: nn.Module, name: str, param: nn.Parameter) -> None:
         if dtype is not None and param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
-        keep_parameter(keeper, module, name, param)
+        _keep(keeper, module, name, param)
 
+    for child in module.modules() if module is not None else ():
+        for name, param in child.named_parameters(recurse=False):
+            register(child, name, param)
+    keeper.settle()
     with _Building(register, keeper.settle):
         yield
     keeper.settle()
@@ -74,7 +81,7 @@ def empty_init() -> Iterator[None]:
         yield
 
 
-def keep_parameter(keeper: Keeper, module: nn.Module, name: str, param: nn.Parameter) -> None:
+def _keep(keeper: Keeper, module: nn.Module, name: str, param: nn.Parameter) -> None:
     """Keep a parameter that ``module`` has, with its others; the module that holds most sets how much stays whole."""
     keeper.adopt(param, f"{type(module).__name__}.{name}")
     own = {id(p): p.nbytes for p in (*module.parameters(recurse=False), param)}
@@ -131,7 +138,7 @@ def _install_hooks() -> Callable[[], None]:
         plain_init(module, *args, **kwargs)
 
     handle = register_module_parameter_registration_hook(on_parameter)
-    nn.Module.__init__ = begin  # type: ignore[method-assign]
+    nn.Module.__init__ = begin  # type: ignore[method-assign, assignment]
 
     def remove() -> None:
         handle.remove()
