@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardcore.integrations import load_safetensors as load_safetensors
     from shardcore.mesh import Mesh as Mesh
     from shardcore.optim import optimizer as optimizer
+    from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
     from shardcore.zero import empty_init as empty_init
     from shardcore.zero import local_shard as local_shard
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardcore.zero import summon as summon
 
 _HOME = {
+    "Communication": "zero",
     "Engine": "engine",
     "Mesh": "mesh",
     "Precision": "zero",

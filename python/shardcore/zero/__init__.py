@@ -2,6 +2,7 @@
 
 from shardcore.zero.access import gathered, local_shard, no_sync, reset_iteration, state_dict, summon
 from shardcore.zero.building import empty_init, sharded_init
+from shardcore.zero.communication import Communication
 from shardcore.zero.pieces import gathered_pieces
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
@@ -9,6 +10,7 @@ from shardcore.zero.sharding import default_segment_nbytes, shard
 from shardcore.zero.targets import Target, Targets, targets_of
 
 __all__ = [
+    "Communication",
     "Precision",
     "PrefetchLimits",
     "Target",

@@ -26,7 +26,7 @@ from shardcore import comm
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.zero.guard import detach_piece, find_piece, unguard
-from shardcore.zero.pieces import Keeper, is_unwritten
+from shardcore.zero.pieces import Keeper, Piece, is_unwritten
 from shardcore.zero.units import Assignment
 
 Init = Callable[[nn.Module], Any]
@@ -66,7 +66,7 @@ def materialise(model: nn.Module, mesh: Mesh, assignment: Assignment, init: Init
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Parameters that are away have their values already: inside, what is written to them is dropped."""
-    pieces = [find_piece(param) for param in model.parameters() if _is_away(param)]
+    pieces: list[Piece] = [find_piece(param) for param in model.parameters() if _is_away(param)]  # type: ignore[misc]
     for piece in pieces:
         piece.is_given = True
     try:
