@@ -21,13 +21,13 @@ _log = logging.getLogger("shardcore")
 _INSTEAD = {
     "mpu": "pass mesh= to shardcore.sharded_init",
     "sequence_data_parallel_group": "pass mesh= to shardcore.sharded_init",
-    "zero_param_parallel_group": "it is not available yet",
-    "zero_quantized_weights": "it is not available yet",
-    "zero_quantized_nontrainable_weights": "it is not available yet",
+    "zero_param_parallel_group": "set zero_hpz_partition_size in the configuration",
+    "zero_quantized_weights": "set it in the configuration",
+    "zero_quantized_nontrainable_weights": "they travel in full",
     "param_swapper": "parameters are not kept on disk while a model is built",
     "tensor_overrides": "build under torch.device(...) instead",
 }
-"""Arguments of :class:`Init` that are refused, and what to do instead."""
+"""Arguments of :class:`Init` that are refused, and what to do or know instead."""
 
 
 class Init:

@@ -13,7 +13,7 @@ W: a gather then needs no padding and writes in place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardcore.mesh import Axis
 
 _DEAD, _LEAVES, _STAYS = range(3)
-_KEEPERS_REFERENCES = 3
-"""The keeper's own, that of a local variable, and that of the call which counts."""
 _PATTERN = 0xA5
 """A byte that is no bool, and repeated no likely number."""
 _SHOWS_ADDRESS = frozenset({torch.Tensor.data_ptr})
@@ -152,10 +150,9 @@ class Keeper:
 
     def _verdict(self, key: int) -> int:
         """What this rank wants to become of a whole parameter; the largest of all ranks' counts."""
-        param = self._whole[key]
-        if sys.getrefcount(param) <= _KEEPERS_REFERENCES:
+        if _num_references(self._whole, key) <= _KEEPERS_REFERENCES:
             return _DEAD
-        return _LEAVES if _may_leave(param) else _STAYS
+        return _LEAVES if _may_leave(self._whole[key]) else _STAYS
 
     def after_use(self, params: Iterable[torch.Tensor], func: Callable[..., Any], result: Any) -> None:
         """A use of parameters that were away is over. Those that a graph may have saved, or whose address somebody
@@ -313,6 +310,15 @@ def give_memory(tensor: torch.Tensor, device: torch.device, name: str) -> None:
 def to_meta(param: nn.Parameter, name: str) -> None:
     """Give up a parameter's memory and values; it stays the same object."""
     _replace(param, nn.Parameter(_plain(param).to("meta"), param.requires_grad), name)
+
+
+def _num_references(holder: Mapping[int, object], key: int) -> int:
+    """How often the held object is referred to, as Python counts inside this function."""
+    value = holder[key]
+    return sys.getrefcount(value)
+
+
+_KEEPERS_REFERENCES = _num_references({0: object()}, 0)
 
 
 def _piece_of(param: torch.Tensor) -> Piece:

@@ -92,11 +92,9 @@ def shard(
     mesh = as_mesh(mesh)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    _check_unsharded(module)
-    check_parameters(module)
+    _check(module)
     assignment = assign_units(module, units)
-    materialise(module, mesh, assignment, init)
-    _cast(module, precision, mesh.device)
+    _give_values(module, mesh, assignment, precision, init)
     axes = _axes(mesh, policy, communication)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
@@ -176,7 +174,8 @@ def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
     )
 
 
-def _check_unsharded(module: nn.Module) -> None:
+def _check(module: nn.Module) -> None:
+    """Whether the module can be sharded, before anything is changed."""
     for name, child in module.named_modules():
         if find_root(child) is not None:
             raise StateError(
@@ -185,6 +184,15 @@ def _check_unsharded(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if find_slot(param) is not None:
             raise StateError(f"parameter {name!r} belongs to another sharded module; shard a module that contains both")
+    check_parameters(module)
+
+
+def _give_values(
+    module: nn.Module, mesh: Mesh, assignment: Assignment, precision: Precision, init: Init | None
+) -> None:
+    """Everything is on the device, in its dtype."""
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
 
 
 def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None:

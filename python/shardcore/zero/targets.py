@@ -48,7 +48,7 @@ class Targets:
 
 
 def targets_of(model: nn.Module, mesh: Mesh | None = None) -> Targets:
-    """The parameters and persistent buffers of ``model``. Not collective where all ranks are in one job already.
+    """The parameters and persistent buffers of ``model``. Collective, as a Mesh is, where it is not sharded yet.
 
     Args:
         mesh: over whose data-parallel axis a model that is not sharded yet will be; None means all ranks.
