@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
     from shardcore.zero import empty_init as empty_init
+    from shardcore.zero import load_state_dict as load_state_dict
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
     from shardcore.zero import reset_iteration as reset_iteration
@@ -34,6 +35,7 @@ _HOME = {
     "empty_init": "zero",
     "initialize": "engine",
     "load_safetensors": "integrations",
+    "load_state_dict": "zero",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",
@@ -55,6 +57,7 @@ _ROOMS = (
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "plan",
     "testing",
     "zero",

@@ -15,7 +15,10 @@ from shardcore import zero
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+
+register_external_parameter = zero.register_external_parameter
+unregister_external_parameter = zero.unregister_external_parameter
 
 _log = logging.getLogger("shardcore")
 _INSTEAD = {
@@ -116,12 +119,14 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: Any = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which ``params`` are whole on every rank; edits by ``modifier_rank`` reach all ranks. Collective.
+    """A context in which ``params`` are whole on every rank; edits by ``modifier_rank`` reach all ranks. Collective on
+    entering and leaving. See :func:`shardcore.zero.gathered`.
 
     They may be of a sharded model, or of one that was built under :class:`Init`; other parameters pass through.
 
     Raises:
-        StateError: on leaving, if a parameter was written to and ``modifier_rank`` is None; the message names it.
+        StateError: on leaving, if a parameter was written to and ``modifier_rank`` is None, or one that is not in
+            ``params``; the message names it, on every rank, and the write is undone.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

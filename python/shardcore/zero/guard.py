@@ -6,12 +6,12 @@ that needs data waits for a gather that is under way; inside the model's forward
 :class:`StateError`. In the hot path the hooks have restored the class before a kernel sees the parameter, so the guard
 costs nothing there.
 
-A parameter under construction (:mod:`pieces`) has no slot yet but a piece, whose keeper brings its data for any use.
+Between passes of the model the guard is on at every stage: setting ``param.grad`` drops the sharded gradient (or says
+how to set one), and replacing ``param.data``, as casts and moves of the module do, is refused at once.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -22,9 +22,6 @@ from shardcore import _torch_private as private
 from shardcore.errors import StateError
 from shardcore.protocols import ParameterSlot, find_slot
 
-_PIECE_ATTRIBUTE = "_shardcore_piece"
-_PLACE_GETTERS = frozenset({"device", "is_meta", "is_cpu", "is_cuda"})
-"""Properties that a parameter without memory cannot answer before it has been given some."""
 _DATA_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
     getattr(torch.Tensor, name)
@@ -51,6 +48,10 @@ _METADATA_METHODS = frozenset(
 )
 
 
+class UnderConstruction:
+    """Base of the guards of models that are being built, which act first (:mod:`construction`)."""
+
+
 class Guard:
     """Mixed into a parameter's class while its data are away."""
 
@@ -62,27 +63,30 @@ class Guard:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _reads_metadata(func):
-            if _attribute(func) in _PLACE_GETTERS:
-                _give_memory(args[0])
+        if any(issubclass(kind, UnderConstruction) for kind in types):
+            return NotImplemented
+        sets = _set_attribute(func)
+        if sets == "grad":
+            return _set_gradient(func, args)
+        if sets == "data":
+            _check_same_memory(*args)
+        if reads_metadata(func):
             return private.plain_call(func, args, kwargs)
-        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__) and _is_released(args[0]):
             return _describe(args[0])
-        built = []
-        for value in _guarded(args, kwargs):
-            if find_piece(value) is not None:
-                built.append(value)
-                continue
-            answer = _slot_of(value).group.on_guarded_use(_slot_of(value), func)
+        for slot in _guarded(args, kwargs):
+            answer = slot.group.on_guarded_use(slot, func, args)
             if answer is not None:
                 return answer
-        return _use_under_construction(built, func, args, kwargs) if built else private.plain_call(func, args, kwargs)
+        return private.plain_call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the parameter's own class, with data."""
-        if isinstance(self, torch.Tensor):
-            self.data  # noqa: B018  # brings the data, and ends the guard
-        return copy.deepcopy(self, memo)
+        """A copy is an ordinary parameter; one whose data are away cannot be copied."""
+        with torch.no_grad():
+            values = self.detach().clone()  # type: ignore[attr-defined]  # every guard is also a Parameter
+        copied = type(self).__mro__[2](values, requires_grad=self.requires_grad)  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
 
 
 @cache
@@ -91,86 +95,90 @@ def guard_class(cls: type) -> type:
     return type(f"Released{cls.__name__}", (Guard, cls), {"__module__": cls.__module__})
 
 
-def guard(tensor: torch.Tensor) -> None:
-    """Let the next use of ``tensor`` be noticed."""
-    if not isinstance(tensor, Guard):
-        tensor.__class__ = guard_class(type(tensor))
+def reads_data(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is the reading of ``param.data``."""
+    return attribute_of(func, "__get__") == "data"
 
 
-def unguard(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` its own class back."""
-    if isinstance(tensor, Guard):
-        tensor.__class__ = type(tensor).__bases__[1]
+def replaced_data(name: str) -> str:
+    """What to say of a parameter whose data were replaced."""
+    return (
+        f"the data of parameter {name!r} were replaced after sharding (by param.data = ..., model.to(...), "
+        "model.half(), load_state_dict(assign=True), ...), so training would not reach it. Write in place "
+        "(param.copy_(...) under torch.no_grad() and shardcore.summon(model, writeback=True)), and move or cast the "
+        "model before shardcore.shard"
+    )
 
 
-def attach_piece(tensor: torch.Tensor, piece: Any) -> None:
-    """Leave the piece that stands for the data of a parameter under construction."""
-    tensor.__dict__[_PIECE_ATTRIBUTE] = piece
-
-
-def find_piece(tensor: Any) -> Any | None:
-    """The piece of a parameter under construction, or None for any other."""
-    return tensor.__dict__.get(_PIECE_ATTRIBUTE)
-
-
-def detach_piece(tensor: torch.Tensor) -> None:
-    """The parameter is no longer under construction."""
-    tensor.__dict__.pop(_PIECE_ATTRIBUTE, None)
-
-
-def _use_under_construction(
-    params: list[torch.Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
-    keepers = {find_piece(param).keeper: None for param in params}  # type: ignore[union-attr]
-    for keeper in keepers:
-        keeper.bring([param for param in params if find_piece(param).keeper is keeper])  # type: ignore[union-attr]
-    kept = [param for param in params if find_piece(param) is not None]
-    result = private.plain_call(func, args, kwargs)
-    for keeper in keepers:
-        keeper.after_use([param for param in kept if find_piece(param).keeper is keeper], func, result)  # type: ignore[union-attr]
-    return result
-
-
-def _give_memory(tensor: Any) -> None:
-    piece = find_piece(tensor)
-    if piece is not None and piece.is_empty:
-        piece.keeper.bring([tensor])
-
-
-def _attribute(func: Callable[..., Any]) -> str | None:
-    """The name of the property that ``func`` reads or writes; None for any other function."""
-    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
-        return None
+def attribute_of(func: Callable[..., Any], *accesses: str) -> str:
+    """The name of the attribute that ``func`` reads, sets or deletes, if it is such an access."""
+    if getattr(func, "__name__", "") not in accesses:
+        return ""
     return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
-def _reads_metadata(func: Callable[..., Any]) -> bool:
-    attribute = _attribute(func)
-    return func in _METADATA_METHODS if attribute is None else attribute not in _DATA_GETTERS
+def _set_attribute(func: Callable[..., Any]) -> str:
+    return attribute_of(func, "__set__", "__delete__")
 
 
-def _slot_of(param: torch.Tensor) -> ParameterSlot:
+def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``param.grad = value`` or ``del param.grad``: what the user means for the sharded gradient."""
+    slot = find_slot(args[0])
+    value = args[1] if len(args) > 1 else None
+    grads = None if slot is None else slot.group.grads
+    if slot is None or grads is None or (value is None and grads.exposed):
+        return private.plain_call(func, args, None)
+    slot.group.root.check_here("lp_grads", "contiguous_grad_buffer", what=f"setting the gradient of {slot.name!r}")
+    if value is None:
+        return grads.drop(slot.index)
+    if grads.exposed:
+        return grads.assign(slot.index, value)
+    raise StateError(
+        f"the gradient of parameter {slot.name!r} (stage {slot.group.policy.stage}) is not on the parameter, and one "
+        "set there would not be used: all ranks call shardcore.zero.set_full_grad(param, value) (safe_set_full_grad)"
+    )
+
+
+def _check_same_memory(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Setting ``param.data`` to what it is already is harmless, as moves to the same device do it."""
     slot = find_slot(param)
-    if slot is None:
-        raise StateError("this parameter's data were released by a sharded model that no longer exists")
-    return slot
+    if slot is None or slot.group.releases:
+        return  # the reading refuses it
+    with private.without_torch_function():
+        same = value.data_ptr() == param.data_ptr() and (value.dtype, value.shape) == (param.dtype, param.shape)
+    if not same:
+        raise StateError(replaced_data(slot.name))
 
 
-def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterable[torch.Tensor]:
-    """All guarded parameters among the arguments, also inside lists and tuples."""
+def _is_released(param: torch.Tensor) -> bool:
+    slot = find_slot(param)
+    return slot is None or (slot.group.releases and not slot.group.pins)
+
+
+def reads_metadata(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` needs no data."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _DATA_GETTERS
+    return func in _METADATA_METHODS
+
+
+def _guarded(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterable[ParameterSlot]:
+    """The slots of all guarded parameters among the arguments, also inside lists and tuples."""
     pending = [*args, *(kwargs or {}).values()]
     while pending:
         value = pending.pop()
         if isinstance(value, Guard):
-            yield value  # type: ignore[misc]  # every guard is also a tensor
+            slot = find_slot(value)  # type: ignore[arg-type]  # every guard is also a Parameter
+            if slot is None:
+                raise StateError("this parameter's data were released by a sharded model that no longer exists")
+            yield slot
         elif isinstance(value, (list, tuple)):
             pending.extend(value)
 
 
 def _describe(param: torch.Tensor) -> str:
-    slot, piece = find_slot(param), find_piece(param)
-    if piece is not None:
-        return f"<parameter {piece.name} {tuple(param.shape)} {param.dtype}: in pieces until shardcore.shard(model)>"
+    slot = find_slot(param)
     name = slot.name if slot is not None else "?"
     state = slot.group.state.value if slot is not None else "away"
     return f"<parameter {name!r} {tuple(param.shape)} {param.dtype}: data {state}; shardcore.summon(model) reads it>"

@@ -25,7 +25,7 @@ from torch import nn
 from shardcore import comm
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
-from shardcore.zero.guard import detach_piece, find_piece, unguard
+from shardcore.zero.construction import detach_piece, find_piece, stop_noticing
 from shardcore.zero.pieces import Keeper, Piece, is_unwritten
 from shardcore.zero.units import Assignment
 
@@ -59,7 +59,7 @@ def materialise(model: nn.Module, mesh: Mesh, assignment: Assignment, init: Init
         for tensor in empty.values():
             piece = find_piece(tensor)
             if piece is not None and piece.is_empty:
-                unguard(tensor)
+                stop_noticing(tensor)
                 detach_piece(tensor)
 
 

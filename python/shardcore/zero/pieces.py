@@ -24,7 +24,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.protocols import find_slot
-from shardcore.zero.guard import attach_piece, detach_piece, find_piece, guard, unguard
+from shardcore.zero.construction import attach_piece, detach_piece, find_piece, notice_uses, stop_noticing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ class Keeper:
         piece = Piece(self, name)
         piece.is_empty = True
         attach_piece(tensor, piece)
-        guard(tensor)
+        notice_uses(tensor)
 
     def adopt_piece(self, param: torch.Tensor, name: str, own: torch.Tensor) -> None:
         """Keep a parameter on the meta device, or one that is away, with these values of this rank."""
@@ -93,7 +93,7 @@ class Keeper:
             _replace(param, _without_data(param, own.device, own.dtype), name)
             piece = Piece(self, name)
             attach_piece(param, piece)
-            guard(param)
+            notice_uses(param)
         piece.own = own
 
     def split(self, numel: int) -> list[tuple[int, int]]:
@@ -107,7 +107,7 @@ class Keeper:
         piece = find_piece(param)
         if piece is not None:
             piece.keeper._whole.pop(id(param), None)
-            unguard(param)
+            stop_noticing(param)
             detach_piece(param)
 
     # ---------------------------------------------------------------------------------------- bringing, sending
@@ -176,7 +176,7 @@ class Keeper:
 
     def _fill_with_nothing(self, tensor: torch.Tensor, piece: Piece) -> None:
         """Memory, marked so that whoever initialises nothing is found out."""
-        unguard(tensor)
+        stop_noticing(tensor)
         give_memory(tensor, self.device, piece.name)
         mark_unwritten(_plain(tensor))
         if isinstance(tensor, nn.Parameter):
@@ -193,7 +193,7 @@ class Keeper:
         self._gather_into(_flat(param), piece.own, piece.name, self._program)
         if not piece.is_given:
             piece.own = None
-        unguard(param)
+        stop_noticing(param)
         self._whole[id(param)] = param
 
     def _gather_into(
@@ -211,7 +211,7 @@ class Keeper:
             comm.broadcast(flat, self.axis, 0, f"parameter {piece.name}").wait()
             piece.own = torch.cat([flat[start:stop] for start, stop in self.split(flat.numel())])
         param.untyped_storage().resize_(0)
-        guard(param)
+        notice_uses(param)
         del self._whole[id(param)]
 
 
@@ -259,7 +259,7 @@ def cast_piece(param: torch.Tensor, device: torch.device, dtype: torch.dtype | N
         with private.without_torch_function():
             param.data = _without_data(param, device, dtype).data
         piece.keeper._whole.pop(id(param), None)
-        guard(param)
+        notice_uses(param)
     return True
 
 

@@ -11,13 +11,15 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
-from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.leaves import add_external_parameters
+from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.materialise import Init, materialise
 from shardcore.zero.pieces import cast_piece
 from shardcore.zero.policy import Policy, Precision
@@ -46,8 +48,8 @@ def shard(
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
-    init: Init | None = None,
     communication: Communication | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
@@ -59,7 +61,7 @@ def shard(
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
@@ -68,9 +70,9 @@ def shard(
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
+        communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
         init: initialises the own parameters and buffers of the module that it is called with, for each module that has
         some on the meta device; None means the modules' own way.
-        communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
 
     Returns:
         The same module.
@@ -85,17 +87,18 @@ def shard(
     policy = Policy(stage=stage)
     precision = precision or Precision()
     communication = communication or Communication()
-    communication.check(policy)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
-    mesh = as_mesh(mesh)
+    mesh = as_mesh(mesh, module)
+    axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    _check(module)
+    _check_unsharded(module)
+    check_parameters(module)
     assignment = assign_units(module, units)
-    _give_values(module, mesh, assignment, precision, init)
-    axes = _axes(mesh, policy, communication)
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
@@ -112,13 +115,19 @@ def shard(
         device=mesh.device,
         limits=prefetch,
     )
-    attach_root(module, root)
+    _install(root)
+    return module
+
+
+def _install(root: Root) -> None:
+    """Make the module act by itself."""
+    attach_root(root.module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
-    # Loops that clear gradients through the module must clear the sharded ones too.
-    object.__setattr__(module, "zero_grad", root.clear_gradients)
-    object.__setattr__(module, "__deepcopy__", _refuse_copy)
-    return module
+    install_load_hooks(root)
+    add_external_parameters(root.module)
+    root.watch()
+    object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
@@ -136,10 +145,11 @@ def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimi
     return PrefetchLimits(budget=budget)
 
 
-def as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
-    """The mesh that a ``mesh=`` argument means; None means all ranks."""
+def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = None) -> Mesh:
+    """The mesh that a ``mesh=`` argument means; None means the one of a pipeline's module, or all ranks."""
     if mesh is None:
-        return Mesh()
+        part = None if module is None else find_pipeline(module)
+        return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Axis):
@@ -162,7 +172,8 @@ class _Axes:
 
 
 def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
-    """Stage 0 replicates over all data-parallel ranks."""
+    """Stage 0 replicates over all data-parallel ranks. Refuses what the stage has no use for."""
+    communication.check(policy)
     if not policy.shards_states:
         return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
     nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)
@@ -174,8 +185,7 @@ def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
     )
 
 
-def _check(module: nn.Module) -> None:
-    """Whether the module can be sharded, before anything is changed."""
+def _check_unsharded(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if find_root(child) is not None:
             raise StateError(
@@ -184,15 +194,6 @@ def _check(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if find_slot(param) is not None:
             raise StateError(f"parameter {name!r} belongs to another sharded module; shard a module that contains both")
-    check_parameters(module)
-
-
-def _give_values(
-    module: nn.Module, mesh: Mesh, assignment: Assignment, precision: Precision, init: Init | None
-) -> None:
-    """Everything is on the device, in its dtype."""
-    materialise(module, mesh, assignment, init)
-    _cast(module, precision, mesh.device)
 
 
 def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardcore.errors import StateError
 from shardcore.mesh import Axis, Mesh
 from shardcore.protocols import find_root, find_slot
-from shardcore.zero.guard import find_piece
+from shardcore.zero.construction import find_piece
 from shardcore.zero.pieces import Keeper, Piece, give_memory
 from shardcore.zero.root import Root
 from shardcore.zero.sharding import as_mesh
@@ -54,13 +55,16 @@ def targets_of(model: nn.Module, mesh: Mesh | None = None) -> Targets:
         mesh: over whose data-parallel axis a model that is not sharded yet will be; None means all ranks.
 
     Raises:
-        StateError: a step of the sharded model is under way.
+        StateError: a context shows the whole parameters of the sharded model, or its states are offloaded.
     """
     root: Root | None = find_root(model)
     named: dict[torch.Tensor, list[str]] = {}
     for name, tensor in _persistent(model):
         named.setdefault(tensor, []).append(name)
     if root is not None:
+        root.check_here("lp_params", "hp_params", what="load_safetensors")
+        if any(group.pins for group in root.groups):
+            raise StateError("load_safetensors inside summon or GatheredParameters: leave the context first")
         root.rest()
         targets = [_target(tensor, names, _sharded_writer(tensor)) for tensor, names in named.items()]
         return Targets(axis=root.data_axis, targets=targets, publish=lambda: _publish(root))
