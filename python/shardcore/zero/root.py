@@ -192,7 +192,7 @@ class Root(Surroundings):
                 if group.grads is not None:
                     group.grads.finish_reduce()
                     group.grads.expose()
-        if not self.forward_depth:
+        if not self.forward_depth and not self.policy.shards_params:
             for group in self.groups:
                 group.watch()
 
