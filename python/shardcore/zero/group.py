@@ -179,11 +179,16 @@ class ShardGroup(Edits):
             self._start_gather(f"{self.name} in full", exact=True)
             self._finish_gather()
 
-    def reshard(self) -> None:
+    def reshard(self, within_s: float | None = None) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
         before the last context is left that shows them.
+
+        Args:
+            within_s: a gather that is not complete by then, in seconds from now, stays under way; None waits for it.
         """
         if not self.releases or self.state is ParamState.SHARDED:
+            return
+        if within_s is not None and self._handle is not None and not self._handle.is_complete(within_s):
             return
         if self.pins:
             self._release_is_due = True
@@ -194,11 +199,6 @@ class ShardGroup(Edits):
         self.guard()
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
-
-    def reshard_if_here(self, within_s: float) -> None:
-        """As :meth:`reshard`, but a gather that is not complete within this time stays under way."""
-        if self._handle is None or self._handle.is_complete(within_s):
-            self.reshard()
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""

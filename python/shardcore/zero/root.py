@@ -328,7 +328,7 @@ class Root(Surroundings):
             self._error_scale = scale
             for group in self.groups:
                 if group.grads is not None:
-                    group.grads.forget_errors()
+                    group.grads.route.forget_errors()
 
     def _settle(self) -> None:
         self._settle_state()
