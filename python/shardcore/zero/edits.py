@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Edits:
     """Mixed into the group."""
 
+    name: str
     full: torch.Tensor
     own: torch.Tensor
     master: torch.Tensor
@@ -78,6 +79,22 @@ class Edits:
         if self._memory_was_taken or self._versions != self._parameter_versions():
             self.complete()
             self.adopt_edits()
+
+    def keep_edits_of_use(self) -> None:
+        """What a forward wrote to its parameters (``weight.clamp_()``) outlasts the gathered copy, as it does where
+        parameters are whole; ranks must write the same, as for every edit.
+
+        Raises:
+            StateError: the gathered copy is rounded; the message says how to write instead.
+        """
+        if self._versions == self._parameter_versions():
+            return
+        if self._gathering.is_rounded:
+            raise StateError(
+                f"parameters of unit {self.name!r} were written to in a forward or backward, for which they are "
+                "gathered in rounded form (Communication(gather=...)): write in summon(model, writeback=True) instead"
+            )
+        self.adopt_edits()
 
     def invalidate_copies(self) -> None:
         """The shard was written to, so second shards made from it are out of date. Every rank calls it."""

@@ -19,6 +19,7 @@ from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class, reads_data
+from shardcore.zero.pieces import move_into
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -86,13 +87,13 @@ class ShardGroup(Edits):
         """Parameters that ``load_state_dict`` is about to copy to."""
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
-        self._classes = [type(slot.param) for slot in slots]
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self._nbytes = self.full.untyped_storage().nbytes()
-        self._adopt_parameters()
-        comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        if not self._adopt_parameters():
+            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self.own = self.full[self._slice]
@@ -102,9 +103,9 @@ class ShardGroup(Edits):
         self._gathering = gathering
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
-        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
-            self.reshard()
+            self.reshard()  # before the gradients' buffer, which is as large until it is released
+        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
 
     @property
     def nbytes(self) -> int:
@@ -178,26 +179,26 @@ class ShardGroup(Edits):
             self._start_gather(f"{self.name} in full", exact=True)
             self._finish_gather()
 
-    def reshard(self) -> None:
+    def reshard(self, within_s: float | None = None) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
         before the last context is left that shows them.
+
+        Args:
+            within_s: a gather that is not complete by then, in seconds from now, stays under way; None waits for it.
         """
         if not self.releases or self.state is ParamState.SHARDED:
+            return
+        if within_s is not None and self._handle is not None and not self._handle.is_complete(within_s):
             return
         if self.pins:
             self._release_is_due = True
             return
         self._arrive()
-        self._keep_edits_of_use()
+        self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
-
-    def reshard_if_here(self, within_s: float) -> None:
-        """As :meth:`reshard`, but a gather that is not complete within this time stays under way."""
-        if self._handle is None or self._handle.is_complete(within_s):
-            self.reshard()
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
@@ -279,14 +280,18 @@ class ShardGroup(Edits):
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
 
-    def _adopt_parameters(self) -> None:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it."""
+    def _adopt_parameters(self) -> bool:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
+        ranks have the same values already.
+        """
+        agreed = True
         with torch.no_grad():
             for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                view.copy_(slot.param)
-                slot.param.data = view
+                flat = self.full[slot.offset : slot.offset + slot.numel]
+                agreed &= move_into(slot.param, flat)
+                slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
+        return agreed
 
     def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
         if not self.trainable or dtype == self.full.dtype:
@@ -320,6 +325,19 @@ class ShardGroup(Edits):
         torch.autograd.graph.increment_version(slot.param)
         self.note_versions()
         return slot.param
+
+    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
+        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
+        """
+        if self.releases:
+            self.reshard()
+        else:
+            self.complete()  # a gather under way sends the piece
+        start, stop, offset = self.local_range(slot)
+        part = slice(offset, offset + stop - start)
+        read(start, stop, self.own[part])
+        self._refresh_masters(part)
 
     def end_export(self) -> None:
         """``state_dict`` is done."""
@@ -364,19 +382,6 @@ class ShardGroup(Edits):
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
-
-    def _keep_edits_of_use(self) -> None:
-        """What a forward wrote to its parameters (``weight.clamp_()``) outlasts the gathered copy, as it does where
-        parameters are whole; ranks must write the same, as for every edit.
-        """
-        if self._versions == self._parameter_versions():
-            return
-        if self._gathering.is_rounded:
-            raise StateError(
-                f"parameters of unit {self.name!r} were written to in a forward or backward, for which they are "
-                "gathered in rounded form (Communication(gather=...)): write in summon(model, writeback=True) instead"
-            )
-        self.adopt_edits()
 
 
 def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:

@@ -206,13 +206,14 @@ class Root(Surroundings):
         if self.sessions:
             raise StateError("step() inside summon or GatheredParameters: leave the context first")
         self.rest()
+        self.structure.check()
         with private.without_torch_function():
             for group in self.groups:
                 if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
-        self._check_places()
+        self.structure.check()
         if self.window.num_backwards:
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
@@ -327,7 +328,7 @@ class Root(Surroundings):
             self._error_scale = scale
             for group in self.groups:
                 if group.grads is not None:
-                    group.grads.forget_errors()
+                    group.grads.route.forget_errors()
 
     def _settle(self) -> None:
         self._settle_state()
