@@ -86,6 +86,12 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors show the storage of this one, itself included; torch tells no user of an alias."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """As :func:`version`, for many, which may be guarded parameters."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -173,7 +173,7 @@ def _is_plain_container(module: nn.Module, parent: nn.Module) -> bool:
 def _large_leftovers(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     """Modules outside all blocks that hold many parameters themselves, such as an output head."""
     sizes: Counter[nn.Module] = Counter()
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for owner, name, param in _walk(model, chosen):
         if owner is model:
             sizes[modules[name.rpartition(".")[0]]] += param.numel()
@@ -199,7 +199,7 @@ def check_parameters(model: nn.Module) -> None:
 
     Raises:
         ConfigError: no parameter, complex or integer parameters, parameters that share memory, embeddings that are
-            sparse or rescale their rows, or parameters on the meta device.
+            sparse or rescale their rows.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -209,10 +209,6 @@ def check_parameters(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer "
                 "or real"
-            )
-        if param.device.type == "meta":
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
