@@ -55,15 +55,12 @@ class Gathering:
         return comm.After(handle, lambda: self._keep(full))
 
     def invalidate(self) -> None:
-        """The shards have changed."""
+        """The shards have changed, or memory is wanted: the second shard is freed until the next gather."""
         self._secondary_is_current = False
+        self._secondary = None
 
     def _keep(self, full: torch.Tensor) -> None:
-        mine = self._rows(full)
-        if self._secondary is None:
-            self._secondary = mine.clone()
-        else:
-            self._secondary.copy_(mine)
+        self._secondary = self._rows(full).clone()
 
     def _gather_secondary(self, full: torch.Tensor, unit: str, program: comm.Program | None) -> comm.Handle:
         axis = self._secondary_axis
