@@ -99,7 +99,7 @@ _CLIP_TOWER = {key: _ENCODER[key] for key in list(_ENCODER)[:4]} | {"projection_
 
 def _of(config: str, model: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        import transformers  # noqa: PLC0415
+        import transformers
 
         return WithLoss(getattr(transformers, model)(getattr(transformers, config)(**options)))
 
@@ -107,7 +107,7 @@ def _of(config: str, model: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def _clip() -> nn.Module:
-    import transformers  # noqa: PLC0415
+    import transformers
 
     text = _CLIP_TOWER | {
         "vocab_size": VOCABULARY,

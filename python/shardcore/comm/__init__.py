@@ -5,6 +5,7 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 """
 
 from shardcore.comm.agree import agree_on, exchange, max_over_ranks, sum_over_ranks
+from shardcore.comm.branches import name_of_next_model
 from shardcore.comm.collectives import (
     Handle,
     all_reduce,
@@ -36,6 +37,7 @@ __all__ = [
     "exchange",
     "gather_shards",
     "max_over_ranks",
+    "name_of_next_model",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_shards",

@@ -14,13 +14,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shardcore.comm import neighbours, watch
-from shardcore.comm.program import Program
 from shardcore.mesh import Axis
+
+if TYPE_CHECKING:
+    from shardcore.comm.program import Program
 
 _traffic: Counter[str] = Counter()
 
@@ -68,9 +71,9 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """Fill ``full`` [W x shard_numel] with every rank's own shard; this rank's must be in its place already."""
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record(axis, "gather", unit, full, full.nbytes // axis.size * (axis.size - 1))
     if program is not None:
-        program.enter(entry)
+        program.enter(axis, watch.label_of("gather", unit, full.numel()))
+    entry = _record(axis, "gather", unit, full, full.nbytes // axis.size * (axis.size - 1))
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
@@ -88,9 +91,9 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
     if program is not None:
-        program.enter(entry)
+        program.enter(axis, watch.label_of("reduce", unit, full.numel()))
+    entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)

@@ -3,12 +3,15 @@
 Where units are gathered on demand, a branch that depends on the rank lets ranks enter different collectives. On gloo
 those of different sizes end the process without a Python error, and those of equal sizes mix up data; so a difference
 must be found before. A rank compares notes through the job's store only where it leaves the order of the last step: if
-ranks part, one of them does so.
+ranks part, one of them does so. Then they go on by turns (:mod:`branches`).
 """
 
 from __future__ import annotations
 
-from shardcore.comm import watch
+from shardcore import _torch_private as private
+from shardcore.comm import branches, watch
+from shardcore.comm.branches import Guest
+from shardcore.mesh import Axis
 
 
 class Program:
@@ -18,22 +21,55 @@ class Program:
         self._known: list[str] = []
         self._current: list[str] = []
         self._departed = False
+        self._num_partings = 0
 
-    def enter(self, entry: watch.Entry) -> None:
+    def invite(self, axis: Axis, unit: str, numel: int, guest: Guest) -> None:
+        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements. In the same order on all ranks."""
+        branches.branches_of(axis).add(watch.label_of("gather", unit, numel), guest)
+
+    def takes_turns(self, axis: Axis) -> bool:
+        """Whether the ranks of the axis are on different branches, and agree on each collective."""
+        return branches.branches_of(axis).are_apart
+
+    def enter(self, axis: Axis, label: str) -> None:
         """This rank is about to run a collective; unless the last step ran the same here, all ranks confirm it first.
+        On different branches, what other ranks need comes before it.
 
         Raises:
-            RankMismatchError: another rank is about to run another one. None of them has been entered.
+            RankMismatchError: another rank is about to run another one that cannot be joined. None of them has been
+                entered.
         """
-        position = len(self._current)
-        self._current.append(entry.label)
-        known = position < len(self._known) and self._known[position] == entry.label
-        self._departed = self._departed or not known
-        if self._departed:
-            watch.confirm(entry)
+        if not self.takes_turns(axis):
+            if self._is_known(label) or branches.all_enter(axis, label):
+                return
+            branches.part(axis, label)
+        self._take_turn(axis, label)
+
+    def settle(self, axis: Axis, what: str) -> None:
+        """Come to a point that all ranks pass, such as a step. On different branches this rank joins what others need
+        before it.
+
+        Raises:
+            RankMismatchError: a rank has come to another point, or runs a collective that cannot be joined.
+        """
+        if self.takes_turns(axis):
+            self._take_turn(axis, what)
 
     def end(self) -> None:
         """A boundary that all ranks pass: the order so far is known now."""
         if self._departed:
             self._known = self._current
         self._current, self._departed = [], False
+
+    def _take_turn(self, axis: Axis, label: str) -> None:
+        branches.take_turn(axis, label, in_backward=private.in_backward())
+
+    def _is_known(self, label: str) -> bool:
+        if self._num_partings != watch.board().num_partings:  # since then ranks may know different orders
+            self._num_partings = watch.board().num_partings
+            self._known, self._current = [], []
+        position = len(self._current)
+        self._current.append(label)
+        known = position < len(self._known) and self._known[position] == label
+        self._departed = self._departed or not known
+        return not self._departed

@@ -143,7 +143,7 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
     groups = list(groups)
     were_sharded = [group for group in groups if group.state.value == "sharded"]
     for group in groups:
-        group.unshard()
+        group.unshard("summon")
     before = [(slot, private.version(slot.param)) for group in groups for slot in group.slots]
     try:
         yield

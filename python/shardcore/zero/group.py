@@ -108,6 +108,8 @@ class ShardGroup:
         """
         self.root = root
         self._program = program
+        if program is not None:
+            program.invite(self._axis, self.name, self.full.numel(), self)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
@@ -125,21 +127,35 @@ class ShardGroup:
         stop = max(min(self._slice.stop - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - self._slice.start, 0)
 
-    def start_unshard(self) -> None:
-        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis."""
+    def start_unshard(self, purpose: str = "") -> None:
+        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
+
+        Args:
+            purpose: what all ranks call together; without one, ranks that do not use the parameters may join.
+        """
         if self.state is not ParamState.SHARDED:
             return
         self._move(ParamState.UNSHARDING)
-        if self._axis.size > 1:
-            self.full.untyped_storage().resize_(self._nbytes)
-            self.full[self._slice].copy_(self.own)
-        name = f"{self.name} for state_dict" if self.exporting else self.name
+        self._allocate()
+        name = f"{self.name} for {purpose}" if purpose else self.name
         self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
 
-    def unshard(self) -> None:
+    def join_gather(self) -> None:
+        """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
+        is_away = self.state is ParamState.SHARDED
+        if self._handle is not None:
+            self._handle.wait()  # an earlier gather, into the same memory
+            self._handle = None
+        if is_away:
+            self._allocate()
+        comm.gather_shards(self.full, self._axis, self.name).wait()
+        if is_away and self._axis.size > 1:
+            self.full.untyped_storage().resize_(0)
+
+    def unshard(self, purpose: str = "") -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
         if self.state is not ParamState.UNSHARDED:
-            self.start_unshard()
+            self.start_unshard(purpose)
             if self._handle is not None:
                 self._handle.wait()  # where this raises, the next call waits again
                 self._handle = None
@@ -234,6 +250,12 @@ class ShardGroup:
             self.unshard()
         self.reshard()
 
+    def _allocate(self) -> None:
+        """Memory for the whole parameters, with this rank's shard in its place."""
+        if self._axis.size > 1:
+            self.full.untyped_storage().resize_(self._nbytes)
+            self.full[self._slice].copy_(self.own)
+
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
         with torch.no_grad():
@@ -271,7 +293,7 @@ class ShardGroup:
         """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
         if not self._exported:
             was_sharded = self.state is ParamState.SHARDED
-            self.unshard()
+            self.unshard("state_dict")
             self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
             if was_sharded:
                 self.reshard()

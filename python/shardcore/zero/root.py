@@ -78,7 +78,7 @@ class Root:
         self.prefetcher: Prefetcher | None = None
         """Gathers and releases parameters where these are sharded."""
         if policy.shards_params:
-            self.prefetcher = Prefetcher(groups, limits or self._default_limits())
+            self.prefetcher = Prefetcher(groups, limits or self._default_limits(), self._takes_turns)
         self._loss_scale: LossScale | None = None
         self.accumulation = 1
         """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
@@ -172,6 +172,7 @@ class Root:
             if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                 raise StateError(_thawed(group.slots))
             group.check_storage()
+        self._program.settle(self.shard_axis, "step")
         present = self.window.finish()
         self._program.end()
         return present
@@ -241,6 +242,9 @@ class Root:
             return "eval"
         self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
         return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
+
+    def _takes_turns(self) -> bool:
+        return self._program.takes_turns(self.shard_axis)
 
     def _forget_holders(self) -> None:
         for group in self.groups:

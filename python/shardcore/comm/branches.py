@@ -1,0 +1,243 @@
+"""Ranks on different branches: each joins the gathers that the others need, so that none waits for ever.
+
+As long as all ranks use the same units in the same order, they never ask one another. Where a branch depends on the
+rank (experts, images in some batches only, texts of different lengths) they *part*: each tells what it has entered
+already, and from then on they take turns. A turn is a small all-reduce of what each rank needs next. The gather that
+comes first in the order of the model is run by all ranks, as guests where they do not need it; anything else (a
+reduction, a step) begins once every rank has come to it. Forwards come before backwards, first units first in forward
+and last in backward, so ranks that go through the model in its own order gather each unit once.
+
+Turns end in an error only where ranks come to different things that are no gathers: one backward more, a step less.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+import zlib
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import torch
+
+from shardcore.comm import watch
+from shardcore.comm.agree import exchange, max_over_ranks
+from shardcore.errors import RankMismatchError
+from shardcore.mesh import Axis
+
+_log = logging.getLogger("shardcore")
+_NOT_THERE = -(1 << 40)
+
+
+class Guest(Protocol):
+    """Parameters that this rank can help to gather without using them itself."""
+
+    def join_gather(self) -> None:
+        """Take part in their gather; nothing else changes here."""
+
+
+@dataclass(slots=True)
+class Branches:
+    """What this process knows of branches along one axis."""
+
+    labels: list[str] = field(default_factory=list)
+    """The gathers that ranks may join as guests, in the order of models and units: the same on all ranks."""
+    guests: dict[str, tuple[int, weakref.ref[Guest]]] = field(default_factory=dict)
+    """By label: its position in ``labels``, and who joins it."""
+    num_models: int = 0
+    owed: list[str] = field(default_factory=list)
+    """Gathers that other ranks had entered when they parted, and this one had not."""
+    parted_in_epoch: int = -1
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the ranks take turns."""
+        return self.parted_in_epoch == watch.board().epoch
+
+    def add(self, label: str, guest: Guest) -> None:
+        """Let other ranks need this gather."""
+        self.guests[label] = len(self.labels), weakref.ref(guest)
+        self.labels.append(label)
+
+    def join(self, label: str) -> None:
+        """Run a gather that other ranks need."""
+        guest = self.guests[label][1]()
+        if guest is None:
+            raise RankMismatchError(f"other ranks run '{label}' of a model that this rank has dropped")
+        guest.join_gather()
+
+
+def branches_of(axis: Axis) -> Branches:
+    """What is known of branches along the axis."""
+    b = watch.board()
+    found: Branches | None = b.branches.get(axis.key)
+    if found is None:
+        found = b.branches[axis.key] = Branches()
+        b.on_silence = _follow
+    return found
+
+
+def name_of_next_model(axis: Axis) -> str:
+    """What tells the units of one model from those of another in the order of collectives; empty for the first."""
+    state = branches_of(axis)
+    state.num_models += 1
+    return "" if state.num_models == 1 else f" of model {state.num_models}"
+
+
+def all_enter(axis: Axis, label: str) -> bool:
+    """Whether every rank of the axis is about to enter this collective. If so, none has entered it yet; if not, they
+    part here and each calls :func:`part`. Collective, by the store.
+
+    Raises:
+        RankMismatchError: they have entered different ones before, or do not come.
+        RankFailedError: a rank has failed.
+    """
+    b = watch.board()
+    if b.store is None:
+        return True
+    entry, key = watch.upcoming(axis, label), axis.key
+    # A rank may be one collective ahead of the others, so the last two are told.
+    last_two = [*list(b.history.get(key, ()))[-1:], (entry.sequence, label)]
+    b.store.set(watch.key_of(b, f"next/{key}/{b.rank}"), json.dumps(last_two))
+    waiting = [rank for rank in axis.ranks if rank != b.rank]
+    began = noted = time.monotonic()
+    while waiting:
+        told = watch.published(b, axis, "next")
+        if time.monotonic() - noted > watch.PATIENCE_S:
+            noted = time.monotonic()
+            watch.look_around(entry)
+            if watch.published(b, axis, "parted"):
+                return False
+            # Ranks that did not need to ask wait in the collective itself.
+            told = {rank: told.get(rank, {}) | found for rank, found in watch.published(b, axis).items()} or told
+        for rank in [rank for rank in waiting if entry.sequence in told.get(rank, ())]:
+            if told[rank][entry.sequence] != label:
+                return False
+            waiting.remove(rank)
+        if waiting and noted - began > watch.timeout_s():
+            raise RankMismatchError(
+                f"{watch.where(entry)}: ranks {waiting} did not come within {watch.timeout_s():.0f} s"
+            )
+        if waiting:
+            time.sleep(watch.POLL_S)
+    return True
+
+
+def part(axis: Axis, want: str = "") -> None:
+    """From now on the ranks of the axis take turns. What some have entered already, the others owe. Collective, by the
+    store.
+
+    Args:
+        want: what this rank is about to enter, if it is.
+
+    Raises:
+        RankMismatchError: a rank has entered something that a rank on another branch cannot join.
+        RankFailedError: a rank has failed.
+    """
+    b, state = watch.board(), branches_of(axis)
+    entered = dict(b.history.get(axis.key, ()))
+    everyone = {b.rank: entered} | _tell_all(axis, entered)
+    for rank, theirs in everyone.items():
+        difference = watch.first_difference(entered, theirs)
+        if difference is not None:
+            watch.raise_difference(b, axis, rank, difference)
+    ends = {rank: max(each, default=-1) + 1 for rank, each in everyone.items()}
+    first, farthest = min(ends.values()), max(ends, key=lambda rank: (ends[rank], rank))
+    common = everyone[farthest]
+    if any(common.get(n) not in state.guests for n in range(first, ends[farthest])):
+        _raise_parted(axis, first, ends, common.get(first, ""), want)
+    state.owed = [common[n] for n in range(ends[b.rank], ends[farthest])]
+    state.parted_in_epoch = b.epoch
+    b.num_partings += 1
+    if axis.rank == 0:
+        _log.warning(
+            "ranks of axis %r use different units of the model. Each joins what the others use and they agree on every "
+            "gather from now on, which is slower than one order on all ranks",
+            axis.name,
+        )
+
+
+def take_turn(axis: Axis, label: str, *, in_backward: bool) -> None:
+    """Return when all ranks of the axis are about to enter this collective, or are ready to join it; until then this
+    rank joins what they need. Collective.
+
+    Raises:
+        RankMismatchError: ranks have come to different things that are no gathers, or to a gather of a dropped model.
+    """
+    state = branches_of(axis)
+    while state.owed:
+        state.join(state.owed.pop(0))
+    while True:
+        gather = _first_needed(axis, state, label, in_backward)
+        if gather is None or gather == label:
+            return
+        state.join(gather)
+
+
+def _first_needed(axis: Axis, state: Branches, label: str, in_backward: bool) -> str | None:
+    """The gather to run next; None if no rank needs one, and all have come to ``label``."""
+    number = len(state.labels)
+    if label in state.guests:
+        position = state.guests[label][0]
+        mine = [position + 1 if in_backward else 2 * number - position, _NOT_THERE, _NOT_THERE]
+    else:
+        code = zlib.crc32(label.encode())
+        mine = [0, code, -code]
+    precedence, most, least = map(int, max_over_ranks(torch.tensor(mine), axis, "turn").tolist())
+    if precedence > number:
+        return state.labels[2 * number - precedence]
+    if precedence > 0:
+        return state.labels[precedence - 1]
+    if most != -least:
+        _raise_apart(axis, label)
+    return None
+
+
+def _follow(axis: Axis) -> None:
+    """If other ranks have parted while this one waited, part with them."""
+    if not branches_of(axis).are_apart and watch.published(watch.board(), axis, "parted"):
+        part(axis)
+
+
+def _tell_all(axis: Axis, entered: dict[int, str]) -> dict[int, dict[int, str]]:
+    """Publish what this rank has entered, and return what the others have, once they have published."""
+    b = watch.board()
+    if b.store is None:
+        return {}
+    b.store.set(watch.key_of(b, f"parted/{axis.key}/{b.rank}"), json.dumps(list(entered.items())))
+    entry = watch.upcoming(axis, "what the other ranks have entered")
+    deadline = time.monotonic() + watch.timeout_s()
+    while True:
+        found = watch.published(b, axis, "parted")
+        missing = [rank for rank in axis.ranks if rank != b.rank and rank not in found]
+        if not missing:
+            return found
+        watch.raise_failure(b, entry)
+        if time.monotonic() > deadline:
+            raise RankMismatchError(
+                f"{watch.where(entry)}: ranks {missing} did not come within {watch.timeout_s():.0f} s"
+            )
+        time.sleep(watch.POLL_S)
+
+
+def _raise_parted(axis: Axis, first: int, ends: dict[int, int], entered: str, want: str) -> NoReturn:
+    """Some ranks have entered number ``first``, and others cannot join what comes from there on."""
+    b = watch.board()
+    if ends[b.rank] == first:
+        rank = max(ends, key=lambda rank: ends[rank])
+        watch.raise_difference(b, axis, rank, (first, want, entered))
+    rank = min(ends, key=lambda rank: ends[rank])
+    theirs = watch.published(b, axis, "next").get(rank, {}).get(first, "something else")
+    watch.raise_difference(b, axis, rank, (first, entered, theirs))
+
+
+def _raise_apart(axis: Axis, label: str) -> NoReturn:
+    """Ranks wait for one another in different things. Collective."""
+    labels = exchange(label, axis, "labels")
+    position = next(i for i, other in enumerate(labels) if other != label)
+    b = watch.board()
+    watch.raise_difference(
+        b, axis, axis.ranks[position], (watch.upcoming(axis, label).sequence, label, labels[position])
+    )
