@@ -192,4 +192,4 @@ def _work(work: dist.Work | None) -> dist.Work:
 def _record(axis: Axis, operation: str, unit: str, tensor: torch.Tensor, sent_nbytes: int) -> watch.Entry:
     _traffic[operation] += sent_nbytes
     _traffic[f"{operation}.calls"] += 1
-    return watch.record(axis, operation, unit, tensor.numel())
+    return watch.record(axis, operation, unit, tensor.numel(), on_cuda=tensor.is_cuda)

@@ -47,6 +47,8 @@ class Entry:
     axis: Axis
     sequence: int
     label: str
+    on_cuda: bool = False
+    """Its wait orders the stream instead of blocking the host, so there is nothing to watch."""
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ def board() -> _Board:
     return _board
 
 
-def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
+def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool = False) -> Entry:
     """Note that this rank enters a collective now."""
     b = board()
     key = axis.key
@@ -95,7 +97,7 @@ def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
         history = b.history[key] = deque(maxlen=_HISTORY)
     history.append((sequence, label))
     b.digest = zlib.crc32(label.encode(), b.digest)
-    return Entry(axis, sequence, label)
+    return Entry(axis, sequence, label, on_cuda)
 
 
 def label_of(operation: str, unit: str, numel: int) -> str:
@@ -125,8 +127,8 @@ def wait(work: Waitable, entry: Entry) -> None:
         RankMismatchError: the ranks of the axis are in different collectives.
         RankFailedError: a rank has failed, or is gone.
     """
-    if entry.axis.mesh is not None and entry.axis.mesh.device.type == "cuda":
-        work.wait()  # orders the stream, does not block the host
+    if entry.on_cuda:
+        work.wait()
         return
     deadline = time.monotonic() + timeout_s()
     while True:

@@ -32,6 +32,10 @@ _EXTERNAL_USE_HINT = (
     "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
     "shardcore.local_shard(param)"
 )
+_GRAD_HINT = (
+    "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "
+    "of the mean gradient after it"
+)
 
 
 class ShardGroup:
@@ -235,10 +239,8 @@ class ShardGroup:
                 return self._export(slot)
             if not self._on_demand(self):
                 name = getattr(func, "__name__", str(func))
-                raise StateError(
-                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
-                    f"{_EXTERNAL_USE_HINT}"
-                )
+                hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
+                raise StateError(f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {hint}")
         self.unshard()
         return None
 
