@@ -240,7 +240,9 @@ class ShardGroup:
             if not self._on_demand(self):
                 name = getattr(func, "__name__", str(func))
                 hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
-                raise StateError(f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {hint}")
+                raise StateError(
+                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {hint}"
+                )
         self.unshard()
         return None
 
