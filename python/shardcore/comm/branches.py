@@ -47,6 +47,8 @@ class Branches:
     guests: dict[str, tuple[int, weakref.ref[Guest]]] = field(default_factory=dict)
     """By label: its position in ``labels``, and who joins it."""
     num_models: int = 0
+    can_take_turns: bool = True
+    """No model gathers in several steps, quantised, or over other axes, which ranks could not join."""
     owed: list[str] = field(default_factory=list)
     """Gathers that other ranks had entered when they parted, and this one had not."""
     parted_in_epoch: int = -1
@@ -56,8 +58,11 @@ class Branches:
         """Whether the ranks take turns."""
         return self.parted_in_epoch == watch.board().epoch
 
-    def add(self, label: str, guest: Guest) -> None:
-        """Let other ranks need this gather."""
+    def add(self, label: str, guest: Guest | None) -> None:
+        """Let other ranks need this gather; without a guest, none along this axis can be joined."""
+        if guest is None:
+            self.can_take_turns = False
+            return
         self.guests[label] = len(self.labels), weakref.ref(guest)
         self.labels.append(label)
 
@@ -146,8 +151,9 @@ def part(axis: Axis, want: str = "") -> None:
     ends = {rank: max(each, default=-1) + 1 for rank, each in everyone.items()}
     first, farthest = min(ends.values()), max(ends, key=lambda rank: (ends[rank], rank))
     common = everyone[farthest]
-    if any(common.get(n) not in state.guests for n in range(first, ends[farthest])):
-        _raise_parted(axis, first, ends, common.get(first, ""), want)
+    can_join = all(common.get(n) in state.guests for n in range(first, ends[farthest]))
+    if not (can_join and state.guests and state.can_take_turns):
+        _raise_parted(axis, first, everyone, want)
     state.owed = [common[n] for n in range(ends[b.rank], ends[farthest])]
     state.parted_in_epoch = b.epoch
     b.num_partings += 1
@@ -222,15 +228,14 @@ def _tell_all(axis: Axis, entered: dict[int, str]) -> dict[int, dict[int, str]]:
         time.sleep(watch.POLL_S)
 
 
-def _raise_parted(axis: Axis, first: int, ends: dict[int, int], entered: str, want: str) -> NoReturn:
-    """Some ranks have entered number ``first``, and others cannot join what comes from there on."""
+def _raise_parted(axis: Axis, sequence: int, everyone: dict[int, dict[int, str]], want: str) -> NoReturn:
+    """Ranks cannot join one another's collectives from ``sequence`` on: name what they do there."""
     b = watch.board()
-    if ends[b.rank] == first:
-        rank = max(ends, key=lambda rank: ends[rank])
-        watch.raise_difference(b, axis, rank, (first, want, entered))
-    rank = min(ends, key=lambda rank: ends[rank])
-    theirs = watch.published(b, axis, "next").get(rank, {}).get(first, "something else")
-    watch.raise_difference(b, axis, rank, (first, entered, theirs))
+    wanted = watch.published(b, axis, "next")
+    labels = {rank: each.get(sequence) or wanted.get(rank, {}).get(sequence, "") for rank, each in everyone.items()}
+    mine = labels[b.rank] or want
+    other = next((rank for rank, label in labels.items() if label not in ("", mine) and rank != b.rank), b.rank)
+    watch.raise_difference(b, axis, other, (sequence, mine, labels[other]))
 
 
 def _raise_apart(axis: Axis, label: str) -> NoReturn:

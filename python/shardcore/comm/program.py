@@ -23,8 +23,10 @@ class Program:
         self._departed = False
         self._num_partings = 0
 
-    def invite(self, axis: Axis, unit: str, numel: int, guest: Guest) -> None:
-        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements. In the same order on all ranks."""
+    def invite(self, axis: Axis, unit: str, numel: int, guest: Guest | None) -> None:
+        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements, or say that they cannot. In the
+        same order on all ranks.
+        """
         branches.branches_of(axis).add(watch.label_of("gather", unit, numel), guest)
 
     def takes_turns(self, axis: Axis) -> bool:

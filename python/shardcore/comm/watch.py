@@ -69,6 +69,8 @@ class _Board:
     branches: dict[str, Any] = field(default_factory=dict)
     """Per axis, its :class:`shardcore.comm.branches.Branches`."""
     num_partings: int = 0
+    queues: dict[str, deque[Any]] = field(default_factory=dict)
+    """Per axis: collectives of several steps whose later steps have not started, in order."""
 
 
 _board: _Board | None = None

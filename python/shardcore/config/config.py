@@ -15,6 +15,7 @@ from shardcore.config.sections import (
     FP16Config,
     GradientConfig,
     LoggingConfig,
+    NetworkConfig,
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
@@ -56,6 +57,8 @@ class Config:
     """Accumulation dtype."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """Sharding."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """Shards and copies over the ranks, and how they travel."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardcore import zero
 from shardcore.config import Config, DropInConfigError, load_config
 from shardcore.engine.engine import Engine
+from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
@@ -80,9 +81,10 @@ def initialize(
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
-    _shard(loaded, model, mesh)
+    _shard(loaded, model, mesh, communication(loaded, mesh, failure))
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)
     batch = loaded.resolve_batch(mesh.data_world)
@@ -92,7 +94,7 @@ def initialize(
     return engine, sharded, engine.training_dataloader, scheduler
 
 
-def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
+def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
     zero.shard(
         model,
         mesh,
@@ -100,6 +102,7 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
         precision=_precision(config),
         segment_nbytes=_segment_nbytes(config, mesh),
         prefetch=_prefetch_limits(config),
+        communication=saving,
     )
 
 

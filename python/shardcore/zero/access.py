@@ -84,7 +84,7 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
         )
     start, stop, offset = slot.group.local_range(slot)
     if slot.group.state.value == "unsharding":
-        slot.group.unshard()
+        slot.group.unshard(exact=False)
     return slot.group.own[offset : offset + stop - start], start, stop
 
 
@@ -143,7 +143,7 @@ def _whole(groups: Iterable[ShardGroup], *, writeback: bool) -> Iterator[None]:
     groups = list(groups)
     were_sharded = [group for group in groups if group.state.value == "sharded"]
     for group in groups:
-        group.unshard("summon")
+        group.unshard(purpose="summon")
     before = [(slot, private.version(slot.param)) for group in groups for slot in group.slots]
     try:
         yield

@@ -16,6 +16,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class
 from shardcore.zero.state import ParamState, check_move
@@ -59,6 +60,7 @@ class ShardGroup:
         shard_axis: Axis,
         replicate_axis: Axis,
         device: torch.device,
+        gathering: Gathering,
     ) -> None:
         self.index = index
         self.name = name
@@ -74,9 +76,7 @@ class ShardGroup:
         self._program: comm.Program | None = None
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
-
         self._exported: list[torch.Tensor] = []
-
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self._classes = [type(slot.param) for slot in slots]
@@ -92,6 +92,7 @@ class ShardGroup:
         if self.releases and shard_axis.size > 1:
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
+        self._gathering = gathering
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
@@ -113,7 +114,8 @@ class ShardGroup:
         self.root = root
         self._program = program
         if program is not None:
-            program.invite(self._axis, self.name, self.full.numel(), self)
+            guest = self if self._gathering.is_plain else None
+            program.invite(self._axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
@@ -131,49 +133,47 @@ class ShardGroup:
         stop = max(min(self._slice.stop - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - self._slice.start, 0)
 
-    def start_unshard(self, purpose: str = "") -> None:
+    def start_unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
 
         Args:
+            exact: values in full; else they may be rounded as :class:`Communication` asks for forward and backward.
             purpose: what all ranks call together; without one, ranks that do not use the parameters may join.
         """
         if self.state is not ParamState.SHARDED:
             return
         self._move(ParamState.UNSHARDING)
-        self._allocate()
-        name = f"{self.name} for {purpose}" if purpose else self.name
-        self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
+        if self._axis.size > 1:
+            self.full.untyped_storage().resize_(self._nbytes)
+            name = f"{self.name} for {purpose}" if purpose else self.name
+            self._start_gather(name, exact=exact)
 
     def join_gather(self) -> None:
         """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
-        is_away = self.state is ParamState.SHARDED
-        if self._handle is not None:
-            self._handle.wait()  # an earlier gather, into the same memory
-            self._handle = None
+        self._finish_gather()  # an earlier one, into the same memory
+        is_away = self.state is ParamState.SHARDED and self._axis.size > 1
         if is_away:
-            self._allocate()
+            self.full.untyped_storage().resize_(self._nbytes)
+        self.full[self._slice].copy_(self.own)
         comm.gather_shards(self.full, self._axis, self.name).wait()
-        if is_away and self._axis.size > 1:
+        if is_away:
             self.full.untyped_storage().resize_(0)
 
-    def unshard(self, purpose: str = "") -> None:
-        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
-        if self.state is not ParamState.UNSHARDED:
-            self.start_unshard(purpose)
-            if self._handle is not None:
-                self._handle.wait()  # where this raises, the next call waits again
-                self._handle = None
-            self._move(ParamState.UNSHARDED)
-        if self._is_guarded:
-            self._is_guarded = False
-            for slot, cls in zip(self.slots, self._classes, strict=True):
-                slot.param.__class__ = cls
+    def unshard(self, *, exact: bool = True, purpose: str = "") -> None:
+        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
+        where ``exact`` values are asked for and rounded ones are here.
+        """
+        self.start_unshard(exact=exact, purpose=purpose)
+        self._arrive()
+        if exact and self._gathering.is_rounded:
+            self._start_gather(f"{self.name} in full", exact=True)
+            self._finish_gather()
 
     def reshard(self) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole."""
         if not self.releases or self.state is ParamState.SHARDED:
             return
-        self.unshard()
+        self._arrive()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._axis.size > 1:
@@ -189,12 +189,13 @@ class ShardGroup:
         for.
         """
         if self.state is ParamState.UNSHARDING:
-            self.unshard()
+            self._arrive()
         if self.master is not self.own:
             self.own.copy_(self.master)
+        self._gathering.invalidate()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
-            self._handle = comm.gather_shards(self.full, self._axis, self.name)
+            self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
 
     def check_storage(self) -> None:
@@ -221,6 +222,7 @@ class ShardGroup:
         """
         if self.releases and self._axis.size > 1:
             self.own.copy_(self.full[self._slice])
+        self._gathering.invalidate()
         if self.master is not self.own:
             self.master.copy_(self.own)
         self._versions = self._parameter_versions()
@@ -238,27 +240,37 @@ class ShardGroup:
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
-                name = getattr(func, "__name__", str(func))
+                name, stage = getattr(func, "__name__", str(func)), self.policy.stage
                 hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
-                raise StateError(
-                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but {hint}"
-                )
-        self.unshard()
+                raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by '{name}', but {hint}")
+        self.unshard(exact=False)
         return None
 
     def abandon(self) -> None:
         """Return to the resting state after a failed step; what is in flight is waited for."""
         if self.grads is not None:
             self.grads.abandon()
-        if self.state is ParamState.UNSHARDING:
-            self.unshard()
+        self._arrive()
         self.reshard()
+        self._gathering.invalidate()
 
-    def _allocate(self) -> None:
-        """Memory for the whole parameters, with this rank's shard in its place."""
-        if self._axis.size > 1:
-            self.full.untyped_storage().resize_(self._nbytes)
-            self.full[self._slice].copy_(self.own)
+    def _start_gather(self, name: str, *, exact: bool) -> None:
+        self._handle = self._gathering.start(self.full, self._slice, self.own, name, self._program, exact=exact)
+
+    def _finish_gather(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()  # where this raises, the next call waits again
+            self._handle = None
+
+    def _arrive(self) -> None:
+        """Wait for a gather under way, and take the guard off."""
+        if self.state is ParamState.UNSHARDING:
+            self._finish_gather()
+            self._move(ParamState.UNSHARDED)
+        if self._is_guarded and self.state is ParamState.UNSHARDED:
+            self._is_guarded = False
+            for slot, cls in zip(self.slots, self._classes, strict=True):
+                slot.param.__class__ = cls
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
@@ -281,6 +293,7 @@ class ShardGroup:
             self.slots,
             shard_axis=self._axis,
             replicate_axis=replicate_axis,
+            route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,
             expose=not self.policy.shards_states and precision.sum_dtype(dtype) == dtype,
             sum_dtype=precision.sum_dtype(dtype),
@@ -297,7 +310,7 @@ class ShardGroup:
         """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
         if not self._exported:
             was_sharded = self.state is ParamState.SHARDED
-            self.unshard("state_dict")
+            self.unshard(purpose="state_dict")
             self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
             if was_sharded:
                 self.reshard()
