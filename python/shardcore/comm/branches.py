@@ -2,12 +2,13 @@
 
 As long as all ranks use the same units in the same order, they never ask one another. Where a branch depends on the
 rank (experts, images in some batches only, texts of different lengths) they *part*: each tells what it has entered
-already, and from then on they take turns. A turn is a small all-reduce of what each rank needs next. The gather that
-comes first in the order of the model is run by all ranks, as guests where they do not need it; anything else (a
-reduction, a step) begins once every rank has come to it. Forwards come before backwards, first units first in forward
-and last in backward, so ranks that go through the model in its own order gather each unit once.
+already, and from then on they take turns. A turn is a small all-reduce of what each rank needs next. What comes first
+is run by all ranks, as guests where they do not need it: a guest gives its shard to a gather, and zeros to a
+reduction. Gathers come before reductions, so that a reduction begins once every rank has come to one; forwards come
+before backwards, first units first in forward and last in backward, so ranks that go through the model in its own
+order gather and reduce each unit once.
 
-Turns end in an error only where ranks come to different things that are no gathers: one backward more, a step less.
+Turns end in an error only where ranks come to different points that no rank can join: a step here, a state_dict there.
 """
 
 from __future__ import annotations
@@ -32,25 +33,30 @@ _NOT_THERE = -(1 << 40)
 
 
 class Guest(Protocol):
-    """Parameters that this rank can help to gather without using them itself."""
+    """Parameters of which this rank can join collectives that it does not need itself."""
 
     def join_gather(self) -> None:
         """Take part in their gather; nothing else changes here."""
+
+    def join_reduce(self) -> None:
+        """Take part in the reduction of their gradients, with zeros."""
 
 
 @dataclass(slots=True)
 class Branches:
     """What this process knows of branches along one axis."""
 
-    labels: list[str] = field(default_factory=list)
-    """The gathers that ranks may join as guests, in the order of models and units: the same on all ranks."""
-    guests: dict[str, tuple[int, weakref.ref[Guest]]] = field(default_factory=dict)
-    """By label: its position in ``labels``, and who joins it."""
+    gathers: list[str] = field(default_factory=list)
+    """Labels of gathers that ranks may join, in the order of models and units: the same on all ranks."""
+    reductions: list[str] = field(default_factory=list)
+    """Labels of reductions that ranks may join, in the order in which a backward runs them."""
+    guests: dict[str, weakref.ref[Guest]] = field(default_factory=dict)
+    """By label, who joins it."""
     num_models: int = 0
     can_take_turns: bool = True
     """No model gathers in several steps, quantised, or over other axes, which ranks could not join."""
     owed: list[str] = field(default_factory=list)
-    """Gathers that other ranks had entered when they parted, and this one had not."""
+    """What other ranks had entered when they parted, and this one had not."""
     parted_in_epoch: int = -1
 
     @property
@@ -58,20 +64,38 @@ class Branches:
         """Whether the ranks take turns."""
         return self.parted_in_epoch == watch.board().epoch
 
-    def add(self, label: str, guest: Guest | None) -> None:
-        """Let other ranks need this gather; without a guest, none along this axis can be joined."""
-        if guest is None:
-            self.can_take_turns = False
-            return
-        self.guests[label] = len(self.labels), weakref.ref(guest)
-        self.labels.append(label)
+    def invite(self, labels: list[str], label: str, guest: Guest) -> None:
+        """Let other ranks need this collective; ``labels`` is ``gathers`` or ``reductions``."""
+        labels.append(label)
+        self.guests[label] = weakref.ref(guest)
 
     def join(self, label: str) -> None:
-        """Run a gather that other ranks need."""
-        guest = self.guests[label][1]()
+        """Run a collective that other ranks need."""
+        guest = self.guests[label]()
         if guest is None:
             raise RankMismatchError(f"other ranks run '{label}' of a model that this rank has dropped")
-        guest.join_gather()
+        if label in self.reductions:
+            guest.join_reduce()
+        else:
+            guest.join_gather()
+
+    def precedence(self, label: str, *, in_backward: bool) -> int:
+        """Of two collectives the one with more comes first; 0 for one that cannot be joined."""
+        if label not in self.guests:
+            return 0
+        num_reductions, num_gathers = len(self.reductions), len(self.gathers)
+        if label in self.reductions:
+            return num_reductions - self.reductions.index(label)
+        position = self.gathers.index(label)
+        return num_reductions + (position + 1 if in_backward else 2 * num_gathers - position)
+
+    def label_of(self, precedence: int) -> str:
+        """The collective of this precedence."""
+        num_reductions, num_gathers = len(self.reductions), len(self.gathers)
+        if precedence <= num_reductions:
+            return self.reductions[num_reductions - precedence]
+        place = precedence - num_reductions
+        return self.gathers[place - 1 if place <= num_gathers else 2 * num_gathers - place]
 
 
 def branches_of(axis: Axis) -> Branches:
@@ -170,32 +194,26 @@ def take_turn(axis: Axis, label: str, *, in_backward: bool) -> None:
     rank joins what they need. Collective.
 
     Raises:
-        RankMismatchError: ranks have come to different things that are no gathers, or to a gather of a dropped model.
+        RankMismatchError: ranks have come to different points that cannot be joined, or use a model that was dropped.
     """
     state = branches_of(axis)
     while state.owed:
         state.join(state.owed.pop(0))
     while True:
-        gather = _first_needed(axis, state, label, in_backward)
-        if gather is None or gather == label:
+        first = _first_needed(axis, state, label, in_backward)
+        if first is None or first == label:
             return
-        state.join(gather)
+        state.join(first)
 
 
 def _first_needed(axis: Axis, state: Branches, label: str, in_backward: bool) -> str | None:
-    """The gather to run next; None if no rank needs one, and all have come to ``label``."""
-    number = len(state.labels)
-    if label in state.guests:
-        position = state.guests[label][0]
-        mine = [position + 1 if in_backward else 2 * number - position, _NOT_THERE, _NOT_THERE]
-    else:
-        code = zlib.crc32(label.encode())
-        mine = [0, code, -code]
-    precedence, most, least = map(int, max_over_ranks(torch.tensor(mine), axis, "turn").tolist())
-    if precedence > number:
-        return state.labels[2 * number - precedence]
-    if precedence > 0:
-        return state.labels[precedence - 1]
+    """The collective to run next; None if no rank needs one that can be joined, and all have come to ``label``."""
+    mine = state.precedence(label, in_backward=in_backward)
+    code = zlib.crc32(label.encode())
+    told = torch.tensor([mine, _NOT_THERE, _NOT_THERE] if mine else [0, code, -code])
+    first, most, least = map(int, max_over_ranks(told, axis, "turn").tolist())
+    if first:
+        return state.label_of(first)
     if most != -least:
         _raise_apart(axis, label)
     return None

@@ -23,11 +23,22 @@ class Program:
         self._departed = False
         self._num_partings = 0
 
-    def invite(self, axis: Axis, unit: str, numel: int, guest: Guest | None) -> None:
+    def invite_to_gather(self, axis: Axis, unit: str, numel: int, guest: Guest | None) -> None:
         """Let ranks that do not use ``unit`` join its gather of ``numel`` elements, or say that they cannot. In the
         same order on all ranks.
         """
-        branches.branches_of(axis).add(watch.label_of("gather", unit, numel), guest)
+        known = branches.branches_of(axis)
+        if guest is None:
+            known.can_take_turns = False
+        else:
+            known.invite(known.gathers, watch.label_of("gather", unit, numel), guest)
+
+    def invite_to_reduce(self, axis: Axis, unit: str, numel: int, guest: Guest) -> None:
+        """Let ranks without gradients of ``unit`` join the reduction of its ``numel`` elements. In the order of
+        reductions.
+        """
+        known = branches.branches_of(axis)
+        known.invite(known.reductions, watch.label_of("reduce", unit, numel), guest)
 
     def takes_turns(self, axis: Axis) -> bool:
         """Whether the ranks of the axis are on different branches, and agree on each collective."""

@@ -115,7 +115,7 @@ class ShardGroup:
         self._program = program
         if program is not None:
             guest = self if self._gathering.is_plain else None
-            program.invite(self._axis, self.name, self.full.numel(), guest)
+            program.invite_to_gather(self._axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
@@ -158,6 +158,11 @@ class ShardGroup:
         comm.gather_shards(self.full, self._axis, self.name).wait()
         if is_away:
             self.full.untyped_storage().resize_(0)
+
+    def join_reduce(self) -> None:
+        """Take part in a reduction of the gradients of other ranks. Collective."""
+        if self.grads is not None:
+            self.grads.join_reduce()
 
     def unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and

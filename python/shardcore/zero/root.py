@@ -90,6 +90,7 @@ class Root:
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
+        self._invite_to_reduce()
 
     @property
     def needs_unit_hooks(self) -> bool:
@@ -244,6 +245,12 @@ class Root:
             return "eval"
         self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
         return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
+
+    def _invite_to_reduce(self) -> None:
+        """Let ranks on other branches reduce when this one has no gradients."""
+        for group in (self.groups[i] for i in self.plan.reduce_order):
+            if group.grads is not None and group.grads.is_plain and self.policy.shards_params:
+                self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
 
     def _takes_turns(self) -> bool:
         return self._program.takes_turns(self.shard_axis)
