@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
+    from shardcore.zero import load_state_dict as load_state_dict
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
     from shardcore.zero import reset_iteration as reset_iteration
@@ -29,6 +30,7 @@ _HOME = {
     "Mesh": "mesh",
     "Precision": "zero",
     "initialize": "engine",
+    "load_state_dict": "zero",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",
@@ -48,6 +50,7 @@ _ROOMS = (
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "plan",
     "testing",
     "zero",

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from shardcore.mesh import Axis
+    from shardcore.mesh import Axis, Mesh
 
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
+_PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
 
 
 class LossScale(Protocol):
@@ -57,6 +58,10 @@ class ShardedGroup(Protocol):
         """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit)."""
 
     @property
+    def own(self) -> torch.Tensor:
+        """[shard_numel] this rank's shard of the parameters."""
+
+    @property
     def grad_shard(self) -> torch.Tensor:
         """[shard_numel] this rank's reduced gradient; meaningful after ``ShardedRoot.finish_gradients``."""
 
@@ -66,6 +71,13 @@ class ShardedGroup(Protocol):
     def adopt_edits_if_any(self) -> None:
         """Take values that the user wrote into whole parameters into the masters."""
 
+    @property
+    def shard_axis(self) -> Axis:
+        """The ranks that hold one copy of the parameters together."""
+
+    def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
+        """As ``local_range``, for the rank at this position along the shard axis."""
+
     def publish(self) -> None:
         """Make the updated master weights the parameters: cast, and gather where parameters are whole. Collective."""
 
@@ -73,14 +85,23 @@ class ShardedGroup(Protocol):
 class ShardedRoot(Protocol):
     """A sharded model: its groups and the bookkeeping of one optimizer window."""
 
+    module: torch.nn.Module
+    device: torch.device
     shard_axis: Axis
     data_axis: Axis
     skip_nonfinite: bool
     precision: Any
+    num_tokens: float | torch.Tensor | None
+    num_passes: int
+    optimizers: list[weakref.ref[ShardedOptimizerMark]]
 
     @property
     def groups(self) -> Sequence[ShardedGroup]:
         """All groups, in the order of the plan."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that plain backwards apply to the loss."""
 
     @property
     def window_correction(self) -> float:
@@ -92,12 +113,57 @@ class ShardedRoot(Protocol):
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
 
+    def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forget the gradients of these parameters."""
+
+    def check_here(self, *states: str, what: str) -> None:
+        """Raise if one of these states was moved away by ``offload_states``."""
+
+    def live_optimizers(self) -> list[ShardedOptimizerMark]:
+        """The optimizers made for this model that still exist."""
+
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
+class PipelinePart(Protocol):
+    """What a pipeline's module, which holds one rank's stages, tells the optimizer."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was made for."""
+
+    @property
+    def pipeline_axis(self) -> Axis:
+        """The axis over which the stages lie."""
+
+    def counts_in_norm(self, param: torch.nn.Parameter) -> bool:
+        """Whether this rank counts the parameter in the global norm; one rank does for each."""
+
+
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the losses whose gradients it takes."""
+        raise NotImplementedError
+
+    def holds(self, param: torch.nn.Parameter) -> bool:
+        """Whether this optimizer updates the parameter."""
+        raise NotImplementedError
+
+    def has_unscaled(self, root: Any) -> bool:
+        """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        raise NotImplementedError
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors of its states on this rank."""
+        raise NotImplementedError
+
+    def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
+        """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -122,6 +188,17 @@ def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
 def find_root(module: torch.nn.Module) -> Any | None:
     """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None."""
     return module.__dict__.get(_ROOT_ATTRIBUTE)
+
+
+def attach_pipeline(part: PipelinePart) -> None:
+    """Mark a module as one rank's stages of a pipeline."""
+    object.__setattr__(part, _PIPELINE_ATTRIBUTE, True)
+
+
+def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
+    """The module itself if it is one rank's stages of a pipeline, else None."""
+    part: Any = module
+    return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
 
 
 def attach_slot(slot: ParameterSlot) -> None:

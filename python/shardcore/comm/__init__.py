@@ -1,11 +1,11 @@
 """Collectives on flat buffers, and the watch that turns a hang into an error.
 
-Everything that crosses ranks goes through this room: data by :mod:`collectives`, agreement on small values by
-:mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
+Everything that crosses ranks goes through this room: data by :mod:`collectives` and :mod:`p2p`, agreement on small
+values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.agree import agree_on, exchange, max_over_ranks, sum_over_ranks
-from shardcore.comm.branches import name_of_next_model
+from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
+from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
     all_reduce,
@@ -16,6 +16,7 @@ from shardcore.comm.collectives import (
     traffic,
     traffic_by_edge,
 )
+from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
@@ -31,17 +32,24 @@ from shardcore.comm.watch import (
 
 __all__ = [
     "After",
+    "Channel",
     "Coding",
     "Handle",
+    "Message",
     "Program",
     "RankFailedError",
+    "Receipt",
     "Route",
+    "Tag",
     "agree_on",
     "all_reduce",
+    "axes_over",
     "broadcast",
+    "channels",
     "check_level",
     "clear_failure",
     "exchange",
+    "fingerprint",
     "gather_shards",
     "max_over_ranks",
     "name_of_next_model",
@@ -51,7 +59,9 @@ __all__ = [
     "reduce_shards",
     "report_failure",
     "reset_traffic",
+    "settle",
     "sum_over_ranks",
     "traffic",
     "traffic_by_edge",
+    "unpack",
 ]

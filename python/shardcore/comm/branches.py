@@ -23,6 +23,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from shardcore import _torch_private as private
 from shardcore.comm import watch
 from shardcore.comm.agree import exchange, max_over_ranks
 from shardcore.errors import RankMismatchError
@@ -57,7 +58,10 @@ class Branches:
     """No model gathers in several steps, quantised, or over other axes, which ranks could not join."""
     owed: list[str] = field(default_factory=list)
     """What other ranks had entered when they parted, and this one had not."""
+    axis: Axis | None = None
+    """The axis, once its ranks have parted, and when they did; they stay apart until a failed step is reset."""
     parted_in_epoch: int = -1
+    is_in_turn: bool = False
 
     @property
     def are_apart(self) -> bool:
@@ -179,8 +183,10 @@ def part(axis: Axis, want: str = "") -> None:
     if not (can_join and state.guests and state.can_take_turns):
         _raise_parted(axis, first, everyone, want)
     state.owed = [common[n] for n in range(ends[b.rank], ends[farthest])]
-    state.parted_in_epoch = b.epoch
+    state.axis, state.parted_in_epoch = axis, b.epoch
+    state.is_in_turn = False
     b.num_partings += 1
+    b.on_entry = _take_turn_if_apart
     if axis.rank == 0:
         _log.warning(
             "ranks of axis %r use different units of the model. Each joins what the others use and they agree on every "
@@ -189,26 +195,46 @@ def part(axis: Axis, want: str = "") -> None:
         )
 
 
-def take_turn(axis: Axis, label: str, *, in_backward: bool) -> None:
+def settle() -> None:
+    """Join what other ranks need, until all have come here. Nothing where ranks have not parted. Collective over the
+    axes along which they have.
+    """
+    for state in watch.board().branches.values():
+        if state.axis is not None:
+            _take_turn_if_apart(state.axis, "the end of a step")
+
+
+def _take_turn_if_apart(axis: Axis, label: str) -> None:
+    """This rank is about to enter a collective, of whatever kind. Where ranks have parted, it takes its turn."""
+    state: Branches | None = watch.board().branches.get(axis.key)
+    if state is None or state.is_in_turn or not state.are_apart:
+        return
+    state.is_in_turn = True
+    try:
+        _take_turn(axis, state, label)
+    finally:
+        state.is_in_turn = False
+
+
+def _take_turn(axis: Axis, state: Branches, label: str) -> None:
     """Return when all ranks of the axis are about to enter this collective, or are ready to join it; until then this
     rank joins what they need. Collective.
 
     Raises:
         RankMismatchError: ranks have come to different points that cannot be joined, or use a model that was dropped.
     """
-    state = branches_of(axis)
     while state.owed:
         state.join(state.owed.pop(0))
     while True:
-        first = _first_needed(axis, state, label, in_backward)
+        first = _first_needed(axis, state, label)
         if first is None or first == label:
             return
         state.join(first)
 
 
-def _first_needed(axis: Axis, state: Branches, label: str, in_backward: bool) -> str | None:
+def _first_needed(axis: Axis, state: Branches, label: str) -> str | None:
     """The collective to run next; None if no rank needs one that can be joined, and all have come to ``label``."""
-    mine = state.precedence(label, in_backward=in_backward)
+    mine = state.precedence(label, in_backward=private.in_backward())
     code = zlib.crc32(label.encode())
     told = torch.tensor([mine, _NOT_THERE, _NOT_THERE] if mine else [0, code, -code])
     first, most, least = map(int, max_over_ranks(told, axis, "turn").tolist())

@@ -77,7 +77,7 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     entry = _record_shards("gather", full, axis, unit)
     shards = _shards(full, axis)
     if full.is_cuda:
-        work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
+        work = dist.all_gather_single(full, shards[axis.rank], group=axis.group, async_op=True)
         return Handle((_work(work),), entry)
     link = neighbours.link_of(axis)
     if link is None:
@@ -97,7 +97,7 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     entry = _record_shards("reduce", full, axis, unit)
     shards = _shards(full, axis)
     if full.is_cuda:
-        work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)
+        work = dist.reduce_scatter_single(shards[axis.rank], full, group=axis.group, async_op=True)
         return Handle((_work(work),), entry)
     return _exchange_and_sum(full, shards, axis, entry)
 

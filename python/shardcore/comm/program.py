@@ -8,7 +8,6 @@ ranks part, one of them does so. Then they go on by turns (:mod:`branches`).
 
 from __future__ import annotations
 
-from shardcore import _torch_private as private
 from shardcore.comm import branches, watch
 from shardcore.comm.branches import Guest
 from shardcore.mesh import Axis
@@ -46,36 +45,22 @@ class Program:
 
     def enter(self, axis: Axis, label: str) -> None:
         """This rank is about to run a collective; unless the last step ran the same here, all ranks confirm it first.
-        On different branches, what other ranks need comes before it.
+        Ranks on different branches have agreed to take turns, and need not.
 
         Raises:
             RankMismatchError: another rank is about to run another one that cannot be joined. None of them has been
                 entered.
         """
-        if not self.takes_turns(axis):
-            if self._is_known(label) or branches.all_enter(axis, label):
-                return
-            branches.part(axis, label)
-        self._take_turn(axis, label)
-
-    def settle(self, axis: Axis, what: str) -> None:
-        """Come to a point that all ranks pass, such as a step. On different branches this rank joins what others need
-        before it.
-
-        Raises:
-            RankMismatchError: a rank has come to another point, or runs a collective that cannot be joined.
-        """
-        if self.takes_turns(axis):
-            self._take_turn(axis, what)
+        watch.start_unfinished()
+        if self.takes_turns(axis) or self._is_known(label) or branches.all_enter(axis, label):
+            return
+        branches.part(axis, label)
 
     def end(self) -> None:
         """A boundary that all ranks pass: the order so far is known now."""
         if self._departed:
             self._known = self._current
         self._current, self._departed = [], False
-
-    def _take_turn(self, axis: Axis, label: str) -> None:
-        branches.take_turn(axis, label, in_backward=private.in_backward())
 
     def _is_known(self, label: str) -> bool:
         if self._num_partings != watch.board().num_partings:  # since then ranks may know different orders

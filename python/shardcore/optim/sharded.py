@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,11 +15,15 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.global_norm import any_gradient, sum_of_squares
+from shardcore.optim.held import Held, join
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
-from shardcore.optim.pieces import Piece, cut_into_pieces, split
+from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
 from shardcore.optim.probe import check_elementwise
+from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
-from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
+from shardcore.optim.tokens import count_tokens, tokens_per_rank
+from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
 
@@ -29,6 +34,7 @@ def optimizer(
     *,
     max_grad_norm: float | None = None,
     loss_scale: LossScale | None = None,
+    normalize: Literal["tokens"] | None = None,
     **options: Any,
 ) -> ShardedOptimizer:
     """An optimizer over sharded modules. Every rank makes the same one.
@@ -41,12 +47,16 @@ def optimizer(
         they are.
         max_grad_norm: clip the global norm of the mean gradient to this, as ``torch.nn.utils.clip_grad_norm_``.
         loss_scale: overrides the scale that the modules' precision asks for.
+        normalize: ``"tokens"``: losses are sums over target tokens, whose numbers :meth:`ShardedOptimizer.count_tokens`
+            is told; the gradient is that of the mean over all tokens of the step, of all ranks and micro-batches.
         **options: passed on (``lr``, ``betas``, ``weight_decay``, ``fused``, ...).
 
     Raises:
         ConfigError: parameters that belong to no sharded module, none that is trainable, an optimizer that is not
-            element-wise, a non-positive ``max_grad_norm``.
+            element-wise, a non-positive ``max_grad_norm``, a second optimizer of a model whose loss scale is dynamic.
     """
+    if normalize not in (None, "tokens"):
+        raise ConfigError(f"normalize={normalize!r}: expected 'tokens', or None for the mean over micro-batches")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping")
     if isinstance(algorithm, torch.optim.Optimizer):
@@ -54,10 +64,13 @@ def optimizer(
             raise ConfigError(
                 f"options {sorted(options)} were given beside an optimizer instance; set them on the instance"
             )
-        return ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
-    build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
-    roots, groups = resolve_targets(targets)
-    return ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
+        sharded = ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
+    else:
+        build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
+        roots, groups = resolve_targets(targets)
+        sharded = ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
+    sharded.normalize = normalize
+    return sharded
 
 
 class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
@@ -78,6 +91,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
+        self._held = Held(roots, options_of)
         self.inner = _build_inner(
             build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
@@ -91,13 +105,17 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             super().__init__(groups, self.inner.defaults)
         self._groups_are_fixed = True
         self.param_groups = groups
+        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
-        self.loss_scale = loss_scale or _default_scale(roots)
+        self._loss_scale = loss_scale or _default_scale(roots)
+        join(self, roots)
+        self.loss_scale = self._loss_scale
         self.track_grad_norm = False
         """Compute ``grad_norm`` at each step even where nothing else needs it."""
         self.num_steps = 0
         self.num_skipped_steps = 0
         self.step_was_applied = False
+        self._unscaled_at: dict[ShardedRoot, int] = {}
         self._norm: torch.Tensor | None = None
         self._taken_over: torch.optim.Optimizer | None = None
 
@@ -111,13 +129,14 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     ) -> ShardedOptimizer:
         """Take over an optimizer that the user built; its groups are matched to the sharded parameters by identity.
 
-        The instance's ``step`` and ``zero_grad`` become the sharded ones, so that a loop that still calls it trains.
+        The instance's ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` become the sharded ones, so that
+        a loop that still calls it trains.
         """
         if isinstance(instance, ShardedOptimizer):
             raise ConfigError(
                 "this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is"
             )
-        if instance.state:
+        if any(state.get("step") != 0 for state in instance.state.values()):
             raise StateError(
                 f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded"
             )
@@ -125,10 +144,13 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         roots, groups = resolve_targets(named)
 
         def build(pieces: list[Options]) -> torch.optim.Optimizer:
+            groups = [{**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)]
+            if instance.state:  # one that makes its states when it is built, as Adagrad does
+                make: Callable[..., torch.optim.Optimizer] = type(instance)
+                known = inspect.signature(make).parameters
+                return make(groups, **{key: value for key, value in instance.defaults.items() if key in known})
             inner = copy.copy(instance)
-            inner.param_groups = [
-                {**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)
-            ]
+            inner.param_groups = groups
             return inner
 
         sharded = cls(build, roots, groups, max_grad_norm, loss_scale)
@@ -139,6 +161,8 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         private.replace_step(instance, sharded.step)
         sharded._taken_over = instance
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+        instance.state_dict = sharded.state_dict  # type: ignore[method-assign]
+        instance.load_state_dict = sharded.load_state_dict  # type: ignore[method-assign]
         return sharded
 
     @property
@@ -156,6 +180,53 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     def grad_norm(self) -> float | None:
         """Global norm of the last step's mean gradient before clipping, after unscaling; None if it was not needed."""
         return None if self._norm is None else float(self._norm)
+
+    @property
+    def normalize(self) -> Literal["tokens"] | None:
+        """``"tokens"`` where losses are sums over tokens; see :func:`optimizer`."""
+        return "tokens" if self._roots[0].num_tokens is not None else None
+
+    @normalize.setter
+    def normalize(self, by: Literal["tokens"] | None) -> None:
+        for root in self._roots:
+            root.num_tokens = None if by is None else 0.0
+
+    def count_tokens(self, num_tokens: int | float | torch.Tensor) -> None:
+        """Tell of the target tokens over which this rank's loss of a micro-batch was summed; 0 is fine.
+
+        Args:
+            num_tokens: a number (or weight), or a tensor of one element; a CUDA tensor makes ``step()`` wait for it.
+
+        Raises:
+            StateError: the optimizer was made without ``normalize="tokens"``.
+            ConfigError: a negative number.
+        """
+        count_tokens(self._roots, num_tokens)
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether this optimizer updates the parameter."""
+        return param in self._held.params
+
+    def has_unscaled(self, root: Any) -> bool:
+        """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        return bool(self._unscaled_at.get(root) == root.num_passes)
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors of its states on this rank, of one dim or more."""
+        values = [value for state in self.inner.state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+    def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
+        """This rank's state of one parameter: views of its piece, and whatever is one value for all; empty where there
+        is none.
+
+        Args:
+            alone: values that are one for all must not be those of other parameters too.
+        """
+        if alone:
+            for piece in [piece for piece in self._pieces if slot in piece.slots and len(piece.slots) > 1]:
+                self._split(piece)
+        return state_of(self._pieces, self.inner, slot)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -194,88 +265,85 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the window's gradients; with ``set_to_none=False`` they count as zeros."""
+        """Forget the window's gradients of the parameters held; with ``set_to_none=False`` they count as zeros."""
         for root in self._roots:
-            root.clear_gradients(set_to_none)
+            root.clear_gradients_of(self._held.slots[root], set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state: loads only into the same model on the same mesh."""
-        options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        """This rank's part, in torch's form: ``state`` by index, ``param_groups`` with indices as ``params``. Indices
+        count this rank's pieces, whose parameters and ranges stand in ``pieces``; ``masters`` holds the master weights
+        where parameters are 16-bit. It loads only into the same model on the same mesh. Tensors are not copied.
+        """
+        self._check_here("state_dict of the optimizer")
+        return {**save(self._pieces, self.inner, self.param_groups), **self._counters()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave on this rank; masters become the parameters. Collective over the
+        data-parallel axis.
+
+        Raises:
+            ConfigError: it comes from another model, mesh or set of parameter groups; on every rank.
+        """
+        self._check_here("load_state_dict of the optimizer")
+        restore(self._pieces, self.inner, self.param_groups, self._roots, state_dict)
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.num_steps = int(state_dict["num_steps"])
+        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
+
+    def _check_here(self, what: str) -> None:
+        for root in self._roots:
+            root.check_here(what=what)
+
+    def _counters(self) -> dict[str, Any]:
         return {
-            "pieces": [(p.group.index, p.start, p.stop) for p in self._pieces],
-            "state": [self.inner.state.get(p.tensor, {}) for p in self._pieces],
-            "param_groups": options,
             "loss_scale": self.loss_scale.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped_steps": self.num_skipped_steps,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave on this rank.
-
-        Raises:
-            ConfigError: it comes from another model or mesh.
-        """
-        self._match_pieces([tuple(p) for p in state_dict["pieces"]])
-        for piece, state in zip(self._pieces, state_dict["state"], strict=True):
-            self.inner.state[piece.tensor] = {
-                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
-            }
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options)
-        self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self.num_steps = int(state_dict["num_steps"])
-        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
-
-    def _match_pieces(self, wanted: list[tuple[int, int, int]]) -> None:
-        """Cut pieces that were cut when the state was saved."""
-        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
-            for piece in list(self._pieces):
-                if (piece.group.index, piece.start, piece.stop) not in wanted:
-                    self._split(piece)
-        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
-            raise ConfigError(
-                "optimizer state of another model, mesh or set of parameter groups; load it where it was saved"
-            )
-
     def _step(self) -> None:
         self.step_was_applied = False
-        scale = self.loss_scale.scale / self._roots[0].window_correction
-        present = [flags for root in self._roots for flags in root.finish_gradients()]
-        groups = [group for root in self._roots for group in root.groups if group.trainable]
-        if not any(any(flags) for flags in present):
+        has_gradient = self._held.with_gradient(self._roots)
+        if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
-        if not self._scale_gradients(groups, scale):
+        groups = self._held.groups
+        if not self._scale_gradients(self._divisor()):
             self._skip(groups)
             return
+        self._unscaled_at = {root: root.num_passes for root in self._roots}
         self.loss_scale.update(overflow=False)
-        has_gradient = {
-            slot.param: flag
-            for g, flags in zip(groups, present, strict=True)
-            for slot, flag in zip(g.slots, flags, strict=True)
-        }
         self._set_gradients(has_gradient)
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
         private.plain_step(self.inner)
-        for group, flags in zip(groups, present, strict=True):
-            if any(flags):
+        for group in groups:
+            if any(has_gradient.get(slot.param, False) for slot in group.slots):
                 group.publish()
         self.num_steps += 1
         self.step_was_applied = True
 
-    def _scale_gradients(self, groups: Sequence[ShardedGroup], scale: float) -> bool:
+    def _divisor(self) -> float:
+        """By what the sums in the shards are divided: the loss scale and what normalises the window. Collective where
+        gradients are normalised by tokens.
+        """
+        root = self._roots[0]
+        if self.has_unscaled(root):
+            return 1.0  # a second step with the same gradients
+        if root.num_tokens is None:
+            return self.loss_scale.scale / root.window_correction
+        return self.loss_scale.scale * tokens_per_rank(self._roots)
+
+    def _scale_gradients(self, scale: float) -> bool:
         """Unscale and clip in one pass. False if the step must be skipped for an inf or NaN on any rank."""
         skips = any(root.skip_nonfinite for root in self._roots)
         if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
             self._norm = None
             if scale != 1.0:
-                for group in groups:
-                    group.grad_shard.mul_(1 / scale)
+                self._held.multiply(1 / scale)
             return True
         self._norm = norm = self._global_norm() / scale
         if skips and not math.isfinite(norm):
@@ -286,19 +354,12 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
             factor = float(factor) if norm.device.type == "cpu" else factor
         if isinstance(factor, torch.Tensor) or factor != 1.0:
-            for group in groups:
-                group.grad_shard.mul_(factor)
+            self._held.multiply(factor)
         return True
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
-        total: torch.Tensor | None = None
-        for root in self._roots:
-            norms = [torch.linalg.vector_norm(group.grad_shard) for group in root.groups if group.trainable]
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-            squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
-            total = squares if total is None else total + squares
-        return cast(torch.Tensor, total).sqrt()
+        return torch.stack([sum_of_squares(root, self._held) for root in self._roots]).sum().sqrt()
 
     def _skip(self, groups: Sequence[ShardedGroup]) -> None:
         scale = self.loss_scale.scale

@@ -99,7 +99,7 @@ class GroupGradients:
         view = self._views[index]
         if self.holds(index, grad):
             self._written[index] = True  # autograd has added into the buffer itself
-        elif self._written[index] and not self._shown[index]:
+        elif self._written[index] and not self._was_reset(index):
             view.add_(grad, alpha=self._prescale)
         else:  # the first of the window, or the user has reset param.grad since it was shown
             self._write(view, grad)
@@ -109,6 +109,16 @@ class GroupGradients:
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is this buffer's own memory for the parameter."""
         return grad.numel() > 0 and grad.data_ptr() == self._views[index].data_ptr()
+
+    def local_sum(self, index: int) -> torch.Tensor:
+        """The unreduced sum of a parameter, in place; from now on it counts as a gradient, zeros if there was none."""
+        self.finish_reduce()
+        self._open()
+        if not self._written[index]:
+            self._views[index].zero_()
+            self._written[index] = True
+        self.present[index] = True
+        return self._views[index]
 
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
@@ -182,16 +192,81 @@ class GroupGradients:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
         if not self.exposed:
             return
-        for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
-            if self.present[i]:
-                slot.param.grad = view
-                self._shown[i] = True
+        with private.without_torch_function():
+            for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
+                if self.present[i]:
+                    slot.param.grad = view
+                    self._shown[i] = True
 
     def drop_unset(self) -> None:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
         if self.exposed:
             for i, slot in enumerate(self._slots):
-                self.present[i] = self.present[i] and slot.param.grad is not None
+                self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
+
+    def hide(self) -> list[int]:
+        """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
+        self.drop_unset()
+        with private.without_torch_function():
+            shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
+            for i in shown:
+                self._slots[i].param.grad = None
+        return shown
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients back on these parameters."""
+        with private.without_torch_function():
+            for i in indices:
+                self._slots[i].param.grad = self._views[i]
+
+    def buffers(self, *, whole: bool) -> list[torch.Tensor]:
+        """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
+        if whole:
+            return [self._full] if self._is_open() else []
+        return [self._shard] if self._shard is not None and not self._keep_whole else []
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether a reduction of this window is in the shard."""
+        return self._reduced
+
+    def reduce_now(self, *, local_anywhere: bool) -> None:
+        """Bring the shard up to date before the window's end. Collective where ``local_anywhere``: some rank holds
+        gradients that no reduction has taken.
+        """
+        if local_anywhere:
+            self.start_reduce()
+        self.finish_reduce()
+        self.settle()
+        self.expose()
+
+    def drop(self, index: int, *, set_to_none: bool = True) -> None:
+        """Forget the gradient of one parameter, as :meth:`clear` does of all."""
+        self.finish_reduce()
+        slot = self._slots[index]
+        if self._is_open():
+            self._views[index].zero_()
+        if self._shard is not None and not self._keep_whole:
+            start = self._own.storage_offset()
+            first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
+            self._shard[first : max(first, last)].zero_()
+        if set_to_none:
+            self.present[index] = False
+            if self.exposed:
+                slot.param.grad = None
+                self._shown[index] = False
+
+    def assign(self, index: int, value: torch.Tensor) -> None:
+        """``param.grad = value`` where gradients are on the parameters: the value goes into the buffer."""
+        self.finish_reduce()
+        if not self.has_local:
+            self.settle()
+        view = self._views[index]
+        if not self.holds(index, value):
+            view.copy_(value)
+        self.present[index] = self._written[index] = self._shown[index] = True
+        with private.without_torch_function():
+            self._slots[index].param.grad = view
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
@@ -210,6 +285,13 @@ class GroupGradients:
         if not self._keep_whole:
             self._resize(0)
 
+    def free(self) -> None:
+        """Forget all gradients and give their memory back."""
+        self.abandon()
+        self._resize(0)
+        if not self._keep_whole:
+            self._shard = None
+
     def abandon(self) -> None:
         """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""
         if self._handle is not None:
@@ -218,6 +300,11 @@ class GroupGradients:
         self._sent = None
         self.forget_errors()
         self.clear(set_to_none=True)
+
+    def _was_reset(self, index: int) -> bool:
+        """Whether the user has replaced ``param.grad`` since it showed this buffer."""
+        shown = self._slots[index].param.grad
+        return self._shown[index] and (shown is None or not self.holds(index, shown))
 
     @property
     def _prescale(self) -> float:

@@ -13,6 +13,7 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
+from shardcore.zero.surroundings import Surroundings
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
@@ -35,9 +36,22 @@ class Unit:
         """Calls of its forward that have not returned, outermost first."""
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
+        self._borrowed: list[ShardGroup] = []
+
+    def add(self, group: ShardGroup) -> None:
+        """Use a group of another unit, too."""
+        if group not in self.groups:
+            self.groups.append(group)
+            self._borrowed.append(group)
+
+    def discard(self, group: ShardGroup) -> None:
+        """Use it no longer; the unit's own groups stay."""
+        if group in self._borrowed:
+            self._borrowed.remove(group)
+            self.groups.remove(group)
 
 
-class Root:
+class Root(Surroundings):
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
     def __init__(
@@ -54,7 +68,7 @@ class Root:
         device: torch.device,
         limits: PrefetchLimits | None = None,
     ) -> None:
-        self.module = module
+        super().__init__(module)
         self.units = units
         self.groups = groups
         self.plan = plan
@@ -102,15 +116,24 @@ class Root:
         """By what the gradient of a plain backward is multiplied where it enters the model."""
         if self.loss_is_scaled:
             return 1.0
-        return (self._loss_scale.scale if self._loss_scale is not None else 1.0) / self.accumulation
+        return self.loss_scale / (1 if self.num_tokens is not None else self.accumulation)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that plain backwards, and the engine's, apply to the loss."""
+        return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     @property
     def window_correction(self) -> float:
         """By what the gradients of a partial accumulation window are multiplied, so that they are a mean over what
-        is in.
+        is in. Known once the window is finished.
         """
-        num_in = self.num_micro_batches or self.window.num_backwards
-        return self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
+        return self._correction
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a forward or backward of some model runs now."""
+        return self.forward_depth > 0 or private.in_backward()
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
@@ -118,6 +141,7 @@ class Root:
 
     def begin_forward(self) -> None:
         """The root module's forward starts."""
+        self.check_here("lp_params", what="the model's forward")
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
@@ -125,6 +149,7 @@ class Root:
                 self._program.end()
             if self.prefetcher is not None and not private.in_backward():
                 self.prefetcher.begin(self._kind_of_forward())
+            self._unwatch()
         self.forward_depth += 1
 
     def end_forward(self, *, failed: bool = False) -> None:
@@ -137,16 +162,21 @@ class Root:
             unit.calls.clear()  # of a forward that failed
         if failed:
             self._forget_holders()
+            self.watch()
             return
         self._release_all_units()
         if self.prefetcher is not None and not torch.is_grad_enabled():
             self.prefetcher.end()
+        self.watch()
 
     def begin_backward(self) -> None:
         """Called by the first hook that fires in a backward."""
         if self.backward_running:
             return
+        self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
         self.backward_running = True
+        self.num_passes += 1
+        self._unwatch()
         self._forget_errors_of_another_scale()
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
@@ -163,6 +193,9 @@ class Root:
                 if group.grads is not None:
                     group.grads.finish_reduce()
                     group.grads.expose()
+        if not self.forward_depth:
+            for group in self.groups:
+                group.watch()
 
     def finish_gradients(self) -> list[list[bool]]:
         """Reduce what is not reduced yet; per trainable group and parameter: has any rank a gradient? Collective."""
@@ -170,19 +203,34 @@ class Root:
             raise StateError(
                 "step() was called while a backward is running or after one failed; call reset_iteration() first"
             )
+        self.check_here(what="step()")
+        if self.sessions:
+            raise StateError("step() inside summon or GatheredParameters: leave the context first")
         self.rest()
+        with private.without_torch_function():
+            for group in self.groups:
+                if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
+                    raise StateError(_thawed(group.slots))
         for group in self.groups:
-            if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
-                raise StateError(_thawed(group.slots))
             group.check_storage()
-        self._program.settle(self.shard_axis, "step")
+        self._check_places()
+        if self.window.num_backwards:
+            num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
+            num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
+            self._correction = self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
         present = self.window.finish()
         self._program.end()
         return present
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
-        self.num_micro_batches = 0
+        if not set_to_none:
+            self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad(set_to_none=False)")
+        self.num_micro_batches = self.window.num_backwards_in_micro_batch = 0
+        self.num_passes += 1
+        self._correction = 1.0
+        if self.num_tokens is not None:
+            self.num_tokens = 0.0
         self.window.clear(set_to_none)
 
     def reset_iteration(self) -> None:
@@ -202,6 +250,10 @@ class Root:
         for group in self.groups:
             group.abandon()
         self.num_micro_batches = 0
+        self.num_passes += 1
+        if self.num_tokens is not None:
+            self.num_tokens = 0.0
+        self.watch()
         self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
         self._program.end()
         comm.clear_failure()
@@ -222,6 +274,8 @@ class Root:
             self.prefetcher.end()
 
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
+        if self.offloaded:
+            self.check_here("lp_params", what=f"the forward of unit {unit.name}")
         if self.prefetcher is not None and unit not in group.holders:
             self.prefetcher.enter(group, phase)
             group.holders[unit] = phase
@@ -272,8 +326,7 @@ class Root:
         if not self.forward_depth and not private.in_backward():
             return False
         unit = self.active[-1] if self.active else self.root_unit
-        if group not in unit.groups:
-            unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
+        unit.add(group)  # known from now on, so that its backward and the next step gather it in time
         self._acquire_group(unit, group, "backward" if private.in_backward() else "forward")
         return True
 
