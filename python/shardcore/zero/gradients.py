@@ -163,6 +163,26 @@ class GroupGradients:
             self._store_shard()
         self._reduced = True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a reduction is one step over all ranks, in full."""
+        return self._replicate_axis.size == 1 and self.route.is_plain and not self.route.rounds_reductions
+
+    def join_reduce(self) -> None:
+        """Add what other ranks reduce to this rank's shard; this rank has nothing to add to theirs. Collective over the
+        shard axis.
+        """
+        self.finish_reduce()
+        zeros = torch.zeros(self._full.shape, dtype=self._reduce_dtype, device=self._full.device)
+        comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
+        start = self._own.storage_offset()
+        reduced = zeros[start : start + self._own.numel()]
+        if self._reduced:
+            self.shard.add_(reduced)
+        else:
+            self.shard.copy_(reduced)
+        self._reduced = True
+
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
         there.

@@ -40,6 +40,10 @@ _EXTERNAL_USE_HINT = (
     "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
     "shardcore.local_shard(param)"
 )
+_GRAD_HINT = (
+    "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "
+    "of the mean gradient after it"
+)
 
 
 class ShardGroup(Edits):
@@ -121,6 +125,9 @@ class ShardGroup(Edits):
         """
         self.root = root
         self._program = program
+        if program is not None:
+            guest = self if self._gathering.is_plain else None
+            program.invite_to_gather(self._axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
@@ -148,11 +155,12 @@ class ShardGroup(Edits):
         stop = max(min(shard_start + self.layout.shard_numel - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - shard_start, 0)
 
-    def start_unshard(self, *, exact: bool = True) -> None:
+    def start_unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
 
         Args:
             exact: values in full; else they may be rounded as :class:`Communication` asks for forward and backward.
+            purpose: what all ranks call together; without one, ranks that do not use the parameters may join.
         """
         if self.state is not ParamState.SHARDED:
             return
@@ -161,19 +169,35 @@ class ShardGroup(Edits):
         self._move(ParamState.UNSHARDING)
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(self._nbytes)
-            name = f"{self.name} for state_dict" if self.exporting else self.name
+            name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
 
-    def unshard(self, *, exact: bool = True) -> None:
+    def join_gather(self) -> None:
+        """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
+        self._finish_gather()  # an earlier one, into the same memory
+        is_away = self.state is ParamState.SHARDED and self._axis.size > 1
+        if is_away:
+            self.full.untyped_storage().resize_(self._nbytes)
+        self.full[self._slice].copy_(self.own)
+        comm.gather_shards(self.full, self._axis, self.name).wait()
+        if is_away:
+            self.full.untyped_storage().resize_(0)
+
+    def join_reduce(self) -> None:
+        """Take part in a reduction of the gradients of other ranks. Collective."""
+        if self.grads is not None:
+            self.grads.join_reduce()
+
+    def unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
         where ``exact`` values are asked for and rounded ones are here.
         """
-        self.complete(exact=exact)
+        self.complete(exact=exact, purpose=purpose)
         self._unguard()
 
-    def complete(self, *, exact: bool = True) -> None:
+    def complete(self, *, exact: bool = True, purpose: str = "") -> None:
         """As :meth:`unshard`, but uses of the parameters are still noticed."""
-        self.start_unshard(exact=exact)
+        self.start_unshard(exact=exact, purpose=purpose)
         self._arrive()
         if exact and self._gathering.is_rounded:
             self._start_gather(f"{self.name} in full", exact=True)
@@ -204,7 +228,7 @@ class ShardGroup(Edits):
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
         if not self.pins:
             self._release_is_due = self.state is ParamState.SHARDED
-        self.unshard()
+        self.unshard(purpose="summon")
         self.pins += 1
 
     def unpin(self) -> None:
@@ -250,11 +274,9 @@ class ShardGroup(Edits):
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
-                name = getattr(func, "__name__", str(func))
-                raise StateError(
-                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
-                    f"{_EXTERNAL_USE_HINT}"
-                )
+                name, stage = getattr(func, "__name__", str(func)), self.policy.stage
+                hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
+                raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by '{name}', but {hint}")
         self.unshard(exact=False)
         return None
 
@@ -348,7 +370,7 @@ class ShardGroup(Edits):
         """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
         if not self._exported:
             was_sharded = self.state is ParamState.SHARDED
-            self.unshard()
+            self.unshard(purpose="state_dict")
             self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
             if was_sharded:
                 self.reshard()
