@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardcore import comm, zero
-from shardcore.config import Classes, Config, DropInConfigError, load_config
+from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
@@ -144,8 +144,11 @@ def _mark_leaves(config: Config, model: nn.Module) -> None:
             f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
             "model.named_modules()"
         )
+    present = {type(module).__name__ for module in modules.values()}
+    is_default = leaves.classes == LeafConfig().classes
+    classes = [name for name in leaves.classes if name in present] if is_default else leaves.classes
     by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
-    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+    for found in (classes, [modules[name] for name in leaves.names], by_suffix):
         if found:
             zero.set_leaf_modules(model, found)
 

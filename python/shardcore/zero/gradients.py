@@ -48,7 +48,8 @@ class GroupGradients:
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
-        self._route = route
+        self.route = route
+        """The way of its shards between ranks."""
         self._keep_whole = keep_whole or shard_axis.size == 1
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
@@ -120,6 +121,12 @@ class GroupGradients:
         self.present[index] = True
         return self._views[index]
 
+    def empty_whole(self, index: int) -> None:
+        """Set to zero what the whole buffer holds of a parameter, reduced or not; a shard of its own stays."""
+        self.finish_reduce()
+        if self._keep_whole and self._is_open():
+            self._views[index].zero_()
+
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
         self.finish_reduce()  # that of the backward before, where no gradient has come since
@@ -128,10 +135,10 @@ class GroupGradients:
         if not all(self._written):
             private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
         buffer = self._full
-        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self._route.rounds_reductions:
+        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self.route.rounds_reductions:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = self._route.reduce(buffer, self.name, self.program)
+            self._handle = self.route.reduce(buffer, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 
@@ -156,9 +163,25 @@ class GroupGradients:
             self._store_shard()
         self._reduced = True
 
-    def forget_errors(self) -> None:
-        """Drop what quantising has taken from earlier gradients and would add to the next."""
-        self._route.forget_errors()
+    @property
+    def is_plain(self) -> bool:
+        """Whether a reduction is one step over all ranks, in full."""
+        return self._replicate_axis.size == 1 and self.route.is_plain and not self.route.rounds_reductions
+
+    def join_reduce(self) -> None:
+        """Add what other ranks reduce to this rank's shard; this rank has nothing to add to theirs. Collective over the
+        shard axis.
+        """
+        self.finish_reduce()
+        zeros = torch.zeros(self._full.shape, dtype=self._reduce_dtype, device=self._full.device)
+        comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
+        start = self._own.storage_offset()
+        reduced = zeros[start : start + self._own.numel()]
+        if self._reduced:
+            self.shard.add_(reduced)
+        else:
+            self.shard.copy_(reduced)
+        self._reduced = True
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
@@ -278,7 +301,7 @@ class GroupGradients:
             self._handle.wait()
             self._handle = None
         self._sent = None
-        self.forget_errors()
+        self.route.forget_errors()
         self.clear(set_to_none=True)
 
     def _was_reset(self, index: int) -> bool:

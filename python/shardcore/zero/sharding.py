@@ -21,6 +21,8 @@ from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
+from shardcore.zero.materialise import Init, materialise
+from shardcore.zero.pieces import cast_piece
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -48,16 +50,19 @@ def shard(
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
     communication: Communication | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
     All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype
-    and ``requires_grad``; at stage 3 their data are there only while the module uses them.
+    and ``requires_grad``; at stage 3 their data are there only while the module uses them. Parameters and buffers on
+    the meta device are given memory and initialised here, at most a unit of them at a time
+    (:mod:`shardcore.zero.materialise` says by which calls).
 
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
@@ -68,12 +73,15 @@ def shard(
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
         communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
+        init: initialises the own parameters and buffers of the module that it is called with, for each module that has
+        some on the meta device; None means the modules' own way.
 
     Returns:
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded or that nothing initialises, an option
+        that is not available yet.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
         RankMismatchError: ranks built different models, or gave different settings.
@@ -84,15 +92,16 @@ def shard(
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
-    mesh = _as_mesh(mesh, module)
+    mesh = as_mesh(mesh, module)
     check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
-    _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
@@ -139,9 +148,10 @@ def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimi
     return PrefetchLimits(budget=budget)
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module) -> Mesh:
+def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = None) -> Mesh:
+    """The mesh that a ``mesh=`` argument means; None means the one of a pipeline's module, or all ranks."""
     if mesh is None:
-        part = find_pipeline(module)
+        part = None if module is None else find_pipeline(module)
         return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
@@ -193,7 +203,8 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
     """Parameters to their dtype and device, buffers to the device only."""
     with torch.no_grad():
         for param in module.parameters():
-            param.data = param.data.to(device=device, dtype=precision.param_dtype)
+            if not cast_piece(param, device, precision.param_dtype):
+                param.data = param.data.to(device=device, dtype=precision.param_dtype)
             param.grad = None
         for child in module.modules():
             for name, buffer in child._buffers.items():
@@ -227,6 +238,7 @@ def _make_groups(
     device: torch.device,
 ) -> list[ShardGroup]:
     groups = []
+    model = comm.name_of_next_model(axes.shard)
     for index, (unit_index, layout) in enumerate(shard_plan.groups):
         unit = assignment.units[unit_index]
         slots = [
@@ -243,7 +255,7 @@ def _make_groups(
         ]
         group = ShardGroup(
             index,
-            f"{unit.name}#{index}",
+            f"{unit.name}#{index}{model}",
             layout,
             slots,
             policy=policy,

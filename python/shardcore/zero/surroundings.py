@@ -130,5 +130,6 @@ class Surroundings:
         self.is_closed = True
 
     def _unwatch(self) -> None:
-        for group in self.groups:
-            group.unwatch()
+        if not self.policy.shards_params:
+            for group in self.groups:
+                group.unwatch()
