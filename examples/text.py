@@ -19,7 +19,9 @@ class Windows(Dataset[torch.Tensor]):
     """Text cut into windows of ``length + 1`` bytes; neighbours share one, so every byte is predicted once."""
 
     def __init__(self, text: bytes, length: int) -> None:
-        self.content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.content = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
         self.length = length
 
     def __len__(self) -> int:

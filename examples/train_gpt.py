@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -124,7 +125,8 @@ def write_sample(model: nn.Module, prompt: str, context: int, num_tokens: int, d
         output = model(torch.tensor([tokens[-context:]], device=device))
         logits = getattr(output, "logits", output)[0, -1, :256].float().cpu()
         tokens.append(int(torch.multinomial((logits / 0.8).softmax(dim=-1), 1, generator=generator)))
-    return bytes(tokens).decode(errors="replace")
+    text = bytes(tokens).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 # ------------------------------------------------------------------------------------------------------------- set-up
@@ -134,15 +136,31 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     """The preset's GPT, or a causal language model of `transformers` made from a configuration file."""
     if args.hf is None:
         return gpt.GPT(gpt.PRESETS[args.model])
+    settings = read_hf(args.hf)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError:
         raise SystemExit("--hf needs the package transformers: pip install transformers") from None
-    settings = json.loads(args.hf.read_text())
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except ValueError as error:
+        raise SystemExit(f"--hf {args.hf}: {shorten(str(error), 200)}") from None
     if config.vocab_size < 256:
         raise SystemExit(f"--hf: text is read as bytes, so vocab_size must be at least 256, not {config.vocab_size}")
     return AutoModelForCausalLM.from_config(config)
+
+
+def read_hf(path: Path) -> dict[str, Any]:
+    """The settings of a model's ``config.json``."""
+    try:
+        settings = json.loads(path.read_text())
+    except OSError as error:
+        raise SystemExit(f"--hf {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SystemExit(f"--hf {path}: not valid JSON: {error}") from None
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise SystemExit(f'--hf {path}: expected a JSON object with "model_type", as in a model\'s config.json')
+    return settings
 
 
 def complete(args: argparse.Namespace, model: nn.Module, mesh: sc.Mesh, engine: Any | None) -> None:
@@ -171,6 +189,29 @@ def complete(args: argparse.Namespace, model: nn.Module, mesh: sc.Mesh, engine: 
         )
 
 
+def count(text: str) -> int:
+    """A number of at least 1, on the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0, on the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return value
+
+
+def in_units(number: int, unit: str) -> str:
+    """``9.5M parameters``, ``74,112 parameters``: rounded where nothing is lost by it."""
+    return f"{number / 1e6:.1f}M {unit}" if number >= 1e6 else f"{number:,} {unit}"
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a GPT on real text, byte by byte.")
@@ -183,19 +224,19 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--precision", choices=["fp32", "bf16", "fp16"], help="dtype of parameters (default: bf16 on GPUs, else fp32)"
     )
-    option("--steps", type=int, default=800, help="optimizer steps (default: 800)")
-    option("--batch", type=int, help="sequences per step, over all ranks (default: 8 or a little more)")
-    option("--accumulation", type=int, help="micro-batches per step (default: 1)")
-    option("--seq", type=int, help="tokens per sequence (default: the model's context)")
-    option("--lr", type=float, help="peak learning rate (default: 0.32 / width of the model)")
+    option("--steps", type=count, default=800, help="optimizer steps (default: 800)")
+    option("--batch", type=count, help="sequences per step, over all ranks (default: 8 or a little more)")
+    option("--accumulation", type=count, help="micro-batches per step (default: 1)")
+    option("--seq", type=count, help="tokens per sequence (default: the model's context)")
+    option("--lr", type=rate, help="peak learning rate (default: 0.32 / width of the model)")
     option("--seed", type=int, default=0, help="of the weights and of the order of the data")
     option("--prompt", default="def ", help="what the sample at the end continues (default: 'def ')")
-    option("--log-every", type=int, default=20, help="steps between progress lines")
-    option("--validate-every", type=int, default=200, help="steps between validations")
+    option("--log-every", type=count, default=20, help="steps between progress lines")
+    option("--validate-every", type=count, default=200, help="steps between validations")
     option("--out", type=Path, default=Path("runs/gpt"), help="folder for the model and the loss curve")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: expected at least 1")
+    if not args.prompt:
+        parser.error("--prompt: expected at least one character")
     if args.config is None:
         args.stage = 2 if args.stage is None else args.stage
         args.accumulation = args.accumulation or 1
@@ -222,8 +263,8 @@ def main() -> None:
         raise SystemExit(f"the text holds {len(valid_text.content)} bytes for validation, fewer than --seq {args.seq}")
     numel = sum(p.numel() for p in model.parameters())
     say(
-        f"{numel / 1e6:.1f}M parameters on {mesh.data_world} x {mesh.device.type}, "
-        f"{len(train_text.content) / 1e6:.1f} MB of text, {args.batch} x {args.seq} tokens per step"
+        f"{in_units(numel, 'parameters')} on {mesh.data_world} x {mesh.device.type}, "
+        f"{in_units(len(train_text.content), 'bytes of text')}, {args.batch} x {args.seq} tokens per step"
     )
     progress = Progress(
         lambda: validation_loss(model, valid_text, mesh, micro_batch),

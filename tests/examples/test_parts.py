@@ -97,3 +97,38 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert 0.05 <= rates[-1] < 0.06
     assert all(0 < train_gpt.warmup_cosine(step, 3) <= 1 for step in range(3))
+
+
+@pytest.mark.parametrize("option", ["steps", "batch", "accumulation", "seq", "log-every", "validate-every", "lr"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "nan"])
+def test_numbers_without_meaning_are_named(
+    option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", f"--{option}", value])
+    with pytest.raises(SystemExit):
+        train_gpt.parse_arguments()
+    assert f"--{option}: {value}: expected a" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", "--prompt", ""])
+    with pytest.raises(SystemExit):
+        train_gpt.parse_arguments()
+    assert "--prompt: expected at least one character" in capsys.readouterr().err
+
+
+def test_what_the_model_writes_cannot_drive_the_terminal() -> None:
+    class Escapes(torch.nn.Module):
+        """Writes the byte that begins a terminal's commands."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.full_like(tokens, 27), 256) * 1e3
+
+    assert (
+        train_gpt.write_sample(Escapes(), "a\n", 8, 3, torch.device("cpu")) == "a\n" + 3 * "\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_small_numbers_are_not_rounded_away() -> None:
+    assert train_gpt.in_units(74_112, "parameters") == "74,112 parameters"
+    assert train_gpt.in_units(9_500_000, "parameters") == "9.5M parameters"

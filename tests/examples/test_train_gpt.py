@@ -112,6 +112,9 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
     assert re.fullmatch(r"val loss \d\.\d\d", lines[-1])
 
 
+LAMA = '{"model_type": "lama"}'
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -121,9 +124,18 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
         (["--seq", "1000"], "longer than the model's context of 128"),
         (["--text", "examples/gpt.py", "--batch", "4096"], "too few for one batch"),
         (["--config", "ds.json", "--stage", "1"], "--stage and --config both given"),
+        (["--text", "tiny.txt"], "0 bytes for validation"),
+        (["--hf", "nope.json"], "--hf nope.json: cannot be read: No such file"),
+        (["--hf", "untyped.json"], 'expected a JSON object with "model_type"'),
+        (["--hf", "tiny.txt"], "not valid JSON"),
+        (["--hf", "list.json"], 'expected a JSON object with "model_type"'),
+        (["--hf", "lama.json"], "Unrecognized model identifier: lama"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: list[str], message: str) -> None:
+    for name, content in {"tiny.txt": "a = 1\n", "untyped.json": "{}", "list.json": "[]", "lama.json": LAMA}.items():
+        (tmp_path / name).write_text(content)
+    options = [str(tmp_path / option) if (tmp_path / option).exists() else option for option in options]
     command = [sys.executable, SCRIPT, "--out", tmp_path, *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO)
     assert result.returncode != 0
