@@ -48,6 +48,7 @@ def test_options_end_at_the_script(script: str) -> None:
         (["--max-restarts", "-1", "train.py"], "'-1'"),
         (["--master-port", "99999", "train.py"], "1 to 65535"),
         (["--master-prot", "1", "train.py"], "did you mean --master-port?"),
+        (["--nprocs", "2", "train.py"], "did you mean --nproc-per-node?"),
         (["--standalone=yes", "train.py"], "--standalone=yes"),
         (["--nnodes", "2", "train.py"], "this machine only"),
         (["--node-rank", "1", "train.py"], "one machine only"),

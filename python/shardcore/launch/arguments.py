@@ -94,9 +94,16 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _refuse(token: str, name: str, parser: argparse.ArgumentParser) -> NoReturn:
-    near = difflib.get_close_matches(name, [*_FLAGS, *_VALUES], n=1)
-    hint = f"did you mean {near[0]}? " if near and near[0] != name else ""
+    # Each option also by its first words, since those are what people remember: --nproc for --nproc-per-node.
+    forms = {option[:end]: option for option in (*_FLAGS, *_VALUES) for end in _word_ends(option)}
+    near = difflib.get_close_matches(name, forms, n=1)
+    hint = f"did you mean {forms[near[0]]}? " if near and near[0] != name else ""
     parser.error(f"unknown option {token}: {hint}Options of the script go after the script")
+
+
+def _word_ends(option: str) -> list[int]:
+    """Where the words of ``--a-b-c`` end; the whole option last, so that it wins over another's beginning."""
+    return [at for at in range(3, len(option)) if option[at] == "-"] + [len(option)]
 
 
 def _parser() -> argparse.ArgumentParser:
