@@ -203,6 +203,21 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
 
 
+class ScalerAware:
+    """Base of optimizers that want to be asked before ``torch.amp.GradScaler.step`` looks for their gradients.
+
+    The scaler asks each optimizer whether it handles scales itself; there is no other moment to answer it.
+    """
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self.check_grad_scaler()
+        return False
+
+    def check_grad_scaler(self) -> None:
+        """Raise if a scaler cannot work on this optimizer."""
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers of an optimizer that was taken over that it has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -90,6 +90,22 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def _device(given: str | torch.device) -> torch.device:
+    """The device that ``Mesh(device=...)`` names, if ranks can compute there."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"Mesh(device={given!r}): expected 'cpu', 'cuda' or a torch.device ({error})") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"Mesh(device={given!r}): ranks compute on 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"Mesh(device={given!r}): torch sees no CUDA device here; leave device out to take what there is, or give "
+            "device='cpu'"
+        )
+    return device
+
+
 class Mesh:
     """The ranks of the job as a grid of named axes. Collective over all ranks: every rank makes the same Mesh.
 
@@ -105,7 +121,8 @@ class Mesh:
         device: ``"cpu"`` or ``"cuda"``; None means CUDA where present.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks; the message names all of them.
+        ConfigError: the sizes do not multiply to the number of ranks (the message names all of them), or the device
+            is not there.
     """
 
     def __init__(
@@ -122,7 +139,7 @@ class Mesh:
         ranks_per_node: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device = _device(device) if device is not None else default_device()
         if self.device.type == "cuda":
             self.device = default_device() if self.device.index is None else self.device
             torch.cuda.set_device(self.device)

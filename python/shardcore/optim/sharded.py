@@ -77,7 +77,7 @@ def optimizer(
     return sharded
 
 
-class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
+class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
     """Runs an inner optimizer on this rank's pieces of the master weights.
 
     ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is
@@ -267,6 +267,18 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
                 "parameter groups cannot be added to a sharded optimizer; list all of them in shardcore.optimizer(...)"
             )
         super().add_param_group(param_group)
+
+    def check_grad_scaler(self) -> None:
+        """``torch.amp.GradScaler`` is stepping this optimizer.
+
+        Raises:
+            StateError: gradients are not on the parameters, so that it would find none to unscale.
+        """
+        if all(param.grad is None for group in self.param_groups for param in group["params"]):
+            raise StateError(
+                "torch.amp.GradScaler finds no gradients on sharded parameters: leave it out, and let shardcore.shard("
+                'model, ..., precision="fp16") scale losses and skip steps with overflows by itself'
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients of the parameters held; with ``set_to_none=False`` they count as zeros."""

@@ -18,7 +18,7 @@ from shardcore.errors import StateError
 from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
-from shardcore.zero.guard import guard_class, reads_data
+from shardcore.zero.guard import explain_use, guard_class, reads_data
 from shardcore.zero.pieces import move_into
 from shardcore.zero.state import ParamState, check_move
 
@@ -34,16 +34,6 @@ _LEAVES_NO_TRACE = frozenset(
     for name in ["numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"]
 )
 """Ways to a parameter's memory by which writes do not show in its version counter; ``.data`` is another."""
-
-_EXTERNAL_USE_HINT = (
-    "its data are released outside the model's forward and backward. To read or edit it: "
-    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
-    "shardcore.local_shard(param)"
-)
-_GRAD_HINT = (
-    "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "
-    "of the mean gradient after it"
-)
 
 
 class ShardGroup(Edits):
@@ -274,9 +264,8 @@ class ShardGroup(Edits):
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
-                name, stage = getattr(func, "__name__", str(func)), self.policy.stage
-                hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
-                raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by '{name}', but {hint}")
+                stage = self.policy.stage
+                raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by {explain_use(func)}")
         self.unshard(exact=False)
         return None
 

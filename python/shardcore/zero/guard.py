@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,6 +45,24 @@ _METADATA_METHODS = frozenset(
         "__hash__",
         "is_signed",
     ]
+)
+_EXTERNAL_USE_HINT = (
+    "its data are released outside the model's forward and backward. To read or edit it: "
+    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
+    "shardcore.local_shard(param)"
+)
+_GRAD_HINT = (
+    "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "
+    "of the mean gradient after it"
+)
+_MOVES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type", "type_as", "pin_memory")
+)
+_MOVE_HINT = (
+    "its data are released outside the model's forward and backward, so it can be neither moved nor cast: move the "
+    "model before shardcore.shard(model, ...), and cast it there, too, or by shard(precision=...). To read it: `with "
+    "shardcore.summon(model): ...` (all ranks together)"
 )
 
 
@@ -80,6 +98,12 @@ class Guard:
                 return answer
         return private.plain_call(func, args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saving the object itself: fine where the data are here."""
+        if _is_released(self):  # type: ignore[arg-type]
+            refuse_pickle(protocol)
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy is an ordinary parameter; one whose data are away cannot be copied."""
         with torch.no_grad():
@@ -93,6 +117,27 @@ class Guard:
 def guard_class(cls: type) -> type:
     """The guard for parameters of class ``cls``; one per class, so that a parameter's class can be swapped."""
     return type(f"Released{cls.__name__}", (Guard, cls), {"__module__": cls.__module__})
+
+
+def refuse_pickle(protocol: Any) -> NoReturn:
+    """For ``__reduce_ex__`` of what is sharded.
+
+    Raises:
+        StateError: always; it says what to save instead.
+    """
+    raise StateError(
+        "a sharded model cannot be pickled (torch.save(model), multiprocessing, ...), since this rank has only a part: "
+        "save its weights, weights = shardcore.state_dict(model) on all ranks, then torch.save(weights, path) on rank 0"
+    )
+
+
+def explain_use(func: Callable[..., Any]) -> str:
+    """The name of a use of a parameter whose data are away, and what to do instead."""
+    name = attribute_of(func, "__get__", "__set__") or getattr(func, "__name__", str(func))
+    hint = _MOVE_HINT if func in _MOVES else _EXTERNAL_USE_HINT
+    if func in (torch.autograd.grad, torch.Tensor.backward):
+        hint = _GRAD_HINT
+    return f"'{name}', but {hint}"
 
 
 def reads_data(func: Callable[..., Any]) -> bool:
