@@ -144,6 +144,17 @@ _TAIL = """## Evaluation
 
 The same placements run forward only. Neighbouring stages on one rank, as at the turn of a V, exchange nothing.
 
+```python
+from shardcore import plan
+
+evaluation = plan.evaluation_schedule([0, 1, 2, 3, 3, 2, 1, 0], 8)  # the rank of every stage; micro-batches
+evaluation.check()
+print(evaluation.simulate(1, 0, 0).to_ascii())
+```
+
+A program without any backward is an evaluation, and passes `check()` as one; a program with some backwards must have
+all of them.
+
 ![evaluation on a V]({folder}/evaluation.svg)
 
 ## Layers into stages
