@@ -18,6 +18,7 @@ from shardcore.zero.arguments import check_arguments, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
+from shardcore.zero.guard import refuse_pickle
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
@@ -131,6 +132,7 @@ def _install(root: Root) -> None:
     add_external_parameters(root.module)
     root.watch()
     object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
+    object.__setattr__(root.module, "__reduce_ex__", refuse_pickle)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
