@@ -29,7 +29,7 @@ class Edits:
     root: Any
     state: ParamState
     releases: bool
-    _axis: Axis
+    shard_axis: Axis
     _slice: slice
     _gathering: Gathering
     _versions: list[int]
@@ -66,7 +66,7 @@ class Edits:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.
         """
-        if self.releases and self._axis.size > 1:
+        if self.releases and self.shard_axis.size > 1:
             self.own.copy_(self.full[self._slice])
         self.invalidate_copies()
         self._refresh_masters(slice(None))

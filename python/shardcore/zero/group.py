@@ -89,12 +89,14 @@ class ShardGroup(Edits):
         self._exported: list[torch.Tensor] = []
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
-        self._axis = shard_axis
+        self.shard_axis = shard_axis
+        """The ranks that hold one copy of the parameters together."""
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-        self._nbytes = self.full.untyped_storage().nbytes()
+        self.nbytes = self.full.untyped_storage().nbytes()
+        """Bytes of the whole parameters, padding included."""
         if not self._adopt_parameters():
             comm.broadcast(self.full, self.data_axis, 0, name).wait()
         self._classes = [type(slot.param) for slot in slots]
@@ -111,11 +113,6 @@ class ShardGroup(Edits):
             self.reshard()  # before the gradients' buffer, which is as large until it is released
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters, padding included."""
-        return self._nbytes
-
     def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
 
@@ -127,15 +124,10 @@ class ShardGroup(Edits):
         self._program = program
         if program is not None:
             guest = self if self._gathering.is_plain else None
-            program.invite_to_gather(self._axis, self.name, self.full.numel(), guest)
+            program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
-
-    @property
-    def shard_axis(self) -> Axis:
-        """The ranks that hold one copy of the parameters together."""
-        return self._axis
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -146,7 +138,7 @@ class ShardGroup(Edits):
 
     def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
         """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
-        return self.range_of_rank(slot, self._axis.rank)
+        return self.range_of_rank(slot, self.shard_axis.rank)
 
     def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
         """As :meth:`local_range`, for the rank at this position along the shard axis."""
@@ -167,19 +159,19 @@ class ShardGroup(Edits):
         if self.root is not None and self.root.offloaded:
             self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
-        if self._axis.size > 1:
-            self.full.untyped_storage().resize_(self._nbytes)
+        if self.shard_axis.size > 1:
+            self.full.untyped_storage().resize_(self.nbytes)
             name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
 
     def join_gather(self) -> None:
         """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
         self._finish_gather()  # an earlier one, into the same memory
-        is_away = self.state is ParamState.SHARDED and self._axis.size > 1
+        is_away = self.state is ParamState.SHARDED and self.shard_axis.size > 1
         if is_away:
-            self.full.untyped_storage().resize_(self._nbytes)
+            self.full.untyped_storage().resize_(self.nbytes)
         self.full[self._slice].copy_(self.own)
-        comm.gather_shards(self.full, self._axis, self.name).wait()
+        comm.gather_shards(self.full, self.shard_axis, self.name).wait()
         if is_away:
             self.full.untyped_storage().resize_(0)
 
@@ -221,7 +213,7 @@ class ShardGroup(Edits):
         self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
         self.guard()
-        if self._axis.size > 1:
+        if self.shard_axis.size > 1:
             self.full.untyped_storage().resize_(0)
 
     def pin(self) -> None:
@@ -248,7 +240,7 @@ class ShardGroup(Edits):
         self.invalidate_copies()
         torch.autograd.graph.increment_version([slot.param for slot in self.slots])  # older graphs refuse a backward
         self.note_versions()
-        if not self.releases and self._axis.size > 1:
+        if not self.releases and self.shard_axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
@@ -325,7 +317,7 @@ class ShardGroup(Edits):
             self.name,
             self.layout,
             self.slots,
-            shard_axis=self._axis,
+            shard_axis=self.shard_axis,
             replicate_axis=replicate_axis,
             route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,

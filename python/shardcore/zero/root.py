@@ -89,10 +89,8 @@ class Root(Surroundings):
         """Forwards with gradients since the last backward."""
         self.active: list[Unit] = []
         """Units whose forward is running, outermost first."""
-        self.prefetcher: Prefetcher | None = None
+        self.prefetcher = self._make_prefetcher(limits)
         """Gathers and releases parameters where these are sharded."""
-        if policy.shards_params:
-            self.prefetcher = Prefetcher(groups, limits or self._default_limits(), self._takes_turns)
         self._loss_scale: LossScale | None = None
         self._error_scale = 1.0
         self.accumulation = 1
@@ -105,6 +103,11 @@ class Root(Surroundings):
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
         self._invite_to_reduce()
+
+    def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
+        if not self.policy.shards_params:
+            return None
+        return Prefetcher(self.groups, limits or self._default_limits(), self._takes_turns)
 
     @property
     def needs_unit_hooks(self) -> bool:
