@@ -57,6 +57,10 @@ class ShardGroup(Edits):
     """Open contexts that show the whole parameters; while there are any, nothing is released."""
     exporting = False
     """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
+    root: Any = None
+    """The :class:`Root` that this group belongs to."""
+    _program: comm.Program | None = None
+    _handle: comm.Handle | None = None
     _is_guarded = False
     _release_is_due = False
 
@@ -80,12 +84,9 @@ class ShardGroup(Edits):
         self.slots = slots
         self.trainable = layout.trainable
         self.policy = policy
-        self.root: Any = None
-        """The :class:`Root` that this group belongs to."""
         self.holders: dict[Any, Phase] = {}
         """The units that use the whole parameters now, and whether in forward or backward."""
         self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
-        self._program: comm.Program | None = None
         self._exported: list[torch.Tensor] = []
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
@@ -107,7 +108,6 @@ class ShardGroup(Edits):
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
         self._gathering = gathering
-        self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
         if self.releases:
             self.reshard()  # before the gradients' buffer, which is as large until it is released
