@@ -340,19 +340,6 @@ class ShardGroup(Edits):
         self.note_versions()
         return slot.param
 
-    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
-        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
-        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
-        """
-        if self.releases:
-            self.reshard()
-        else:
-            self.complete()  # a gather under way sends the piece
-        start, stop, offset = self.local_range(slot)
-        part = slice(offset, offset + stop - start)
-        read(start, stop, self.own[part])
-        self._refresh_masters(part)
-
     def end_export(self) -> None:
         """``state_dict`` is done."""
         self.exporting = False
