@@ -153,7 +153,7 @@ class ShardedOptimizerMark:
         """Whether this optimizer updates the parameter."""
         raise NotImplementedError
 
-    def has_unscaled(self, root: ShardedRoot) -> bool:
+    def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
         raise NotImplementedError
 

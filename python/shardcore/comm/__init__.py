@@ -19,6 +19,7 @@ from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channe
 from shardcore.comm.program import Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
+from shardcore.comm.settings import agree_on_settings
 from shardcore.comm.steps import After
 from shardcore.comm.watch import (
     RankFailedError,
@@ -41,6 +42,7 @@ __all__ = [
     "Route",
     "Tag",
     "agree_on",
+    "agree_on_settings",
     "all_reduce",
     "axes_over",
     "broadcast",

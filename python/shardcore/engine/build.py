@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardcore import zero
+from shardcore import comm, zero
 from shardcore.config import Config, DropInConfigError, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
@@ -64,6 +65,7 @@ def initialize(
 
     Raises:
         ConfigError: everything that is wrong with the arguments and the config, at once where possible.
+        RankMismatchError: ranks were given different configurations.
     """
     failure = DropInConfigError if drop_in else ConfigError
     if not isinstance(model, nn.Module):
@@ -81,6 +83,7 @@ def initialize(
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
+    _agree_on(loaded, mesh)
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
@@ -94,6 +97,14 @@ def initialize(
     return engine, sharded, engine.training_dataloader, scheduler
 
 
+def _agree_on(config: Config, mesh: Mesh) -> None:
+    """Raise on every rank unless all ranks have read the same configuration; where it came from may differ."""
+    told = {f.name: getattr(config, f.name) for f in fields(config)}
+    for name in ("label", "given", "ignored", "notes"):
+        del told[name]
+    comm.agree_on_settings("the configuration", told, mesh["dp"])
+
+
 def _mesh(model: nn.Module, given: Any) -> Mesh:
     """The mesh that was given, else a pipeline's own, else all ranks in data parallel."""
     if given is not None:
@@ -103,6 +114,7 @@ def _mesh(model: nn.Module, given: Any) -> Mesh:
 
 
 def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
+    _mark_leaves(config, model)
     zero.shard(
         model,
         mesh,
@@ -112,6 +124,22 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communicat
         prefetch=_prefetch_limits(config),
         communication=saving,
     )
+
+
+def _mark_leaves(config: Config, model: nn.Module) -> None:
+    """Follow ``zero_optimization.leaf_module``."""
+    leaves = config.leaves
+    modules = dict(model.named_modules())
+    unknown = [name for name in leaves.names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
+            "model.named_modules()"
+        )
+    by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
+    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+        if found:
+            zero.set_leaf_modules(model, found)
 
 
 def _prefetch_limits(config: Config) -> zero.PrefetchLimits:

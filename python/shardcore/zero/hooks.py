@@ -54,6 +54,8 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         slot = find_slot(group["params"][0]) if group["params"] else None
+        if slot is not None:
+            slot.group.root.structure.check()
         if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
             raise StateError(
                 f"{type(optimizer).__name__} was stepped, but it holds parameters of a sharded model (such as "
@@ -300,7 +302,8 @@ class _RootHooks:
         """End a forward; outputs are returned as aliases, so that a gradient is scaled once wherever it enters."""
         error = private.current_exception()
         if error is not None and output is None:
-            comm.report_failure(error)
+            if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
+                comm.report_failure(error)
             self._root.end_forward(failed=True)
             return None
         if torch.is_grad_enabled() and self._root.forward_depth == 1:
