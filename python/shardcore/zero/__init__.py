@@ -13,6 +13,7 @@ from shardcore.zero.loading import load_state_dict
 from shardcore.zero.offloading import offload_states, reload_states
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
+from shardcore.zero.scaling import mark_scaled
 from shardcore.zero.sessions import gathered, summon
 from shardcore.zero.sharding import default_segment_nbytes, shard
 from shardcore.zero.values import (
@@ -40,6 +41,7 @@ __all__ = [
     "local_grad",
     "local_master",
     "local_shard",
+    "mark_scaled",
     "no_sync",
     "offload_states",
     "reduce_once",
