@@ -19,6 +19,7 @@ from shardcore.errors import StateError
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class, reads_data, replaced_data
+from shardcore.zero.saved import ReleasedVersions
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class ShardGroup:
         self._gathering = gathering
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
+        self._released_versions = ReleasedVersions(self)
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
         if self.releases:
             self.reshard()
@@ -191,6 +193,9 @@ class ShardGroup:
             return
         self._arrive()
         self._move(ParamState.SHARDED)
+        if self._axis.size > 1:
+            with private.without_torch_function():
+                self._released_versions.hide()
         self.guard()
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
@@ -325,6 +330,7 @@ class ShardGroup:
         if self.state is ParamState.UNSHARDING:
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
+            self._released_versions.show()
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
