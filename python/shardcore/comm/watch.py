@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardcore import _torch_private as private
 from shardcore._core import HostLink
 from shardcore._torch_private import Store
-from shardcore.errors import RankMismatchError
+from shardcore.errors import RankMismatchError, StateError
 from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
@@ -97,6 +97,11 @@ def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
     all steps is that of the program, whoever waits for what.
     """
     b = board()
+    if b.pid != os.getpid():
+        raise StateError(
+            f"{operation} of {unit} in a forked process: exchanges between ranks belong to the process that started "
+            "them. Use a sharded model in its rank's own process (a DataLoader's workers must not touch it)"
+        )
     if b.unfinished is not None:
         unfinished, b.unfinished = b.unfinished, None
         unfinished.start_rest()
@@ -141,7 +146,7 @@ def wait(work: Waitable, entry: Entry) -> None:
             return
         except RuntimeError as error:
             if work.is_completed() or "timed out" not in str(error).lower():
-                _raise_lost_connection(entry, error)
+                raise_lost_connection(entry, error)
         look_around(entry)
         if time.monotonic() > deadline:
             raise RankMismatchError(f"{_where(entry)}: no answer within {_timeout_s():.0f} s. {_absent(entry)}")
@@ -314,7 +319,7 @@ def _raise_failure(b: _Board, entry: Entry) -> None:
             )
 
 
-def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
+def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
     """A peer closed its connection: it failed or is gone. Wait shortly for its reason."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline:

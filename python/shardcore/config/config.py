@@ -14,6 +14,7 @@ from shardcore.config.sections import (
     FloatDtype,
     FP16Config,
     GradientConfig,
+    LeafConfig,
     LoggingConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -57,6 +58,7 @@ class Config:
     """Accumulation dtype."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """Sharding."""
+    leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardcore import zero
+from shardcore import comm, zero
 from shardcore.config import Config, DropInConfigError, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
@@ -21,7 +22,7 @@ from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
 from shardcore.optim import optimizer as make_optimizer
-from shardcore.protocols import LossScale
+from shardcore.protocols import LossScale, find_pipeline
 
 _log = logging.getLogger("shardcore")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -64,6 +65,7 @@ def initialize(
 
     Raises:
         ConfigError: everything that is wrong with the arguments and the config, at once where possible.
+        RankMismatchError: ranks were given different configurations.
     """
     failure = DropInConfigError if drop_in else ConfigError
     if not isinstance(model, nn.Module):
@@ -74,14 +76,15 @@ def initialize(
         )
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    mesh = mesh_param if isinstance(mesh_param, Mesh) else Mesh() if mesh_param is None else Mesh.from_torch(mesh_param)
+    mesh = _mesh(model, mesh_param)
     loaded = load_config(
         _config_source(args, config, config_params, failure),
         data_world=mesh.data_world,
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
-    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None)
+    _agree_on(loaded, mesh)
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
@@ -94,7 +97,24 @@ def initialize(
     return engine, sharded, engine.training_dataloader, scheduler
 
 
+def _agree_on(config: Config, mesh: Mesh) -> None:
+    """Raise on every rank unless all ranks have read the same configuration; where it came from may differ."""
+    told = {f.name: getattr(config, f.name) for f in fields(config)}
+    for name in ("label", "given", "ignored", "notes"):
+        del told[name]
+    comm.agree_on_settings("the configuration", told, mesh["dp"])
+
+
+def _mesh(model: nn.Module, given: Any) -> Mesh:
+    """The mesh that was given, else a pipeline's own, else all ranks in data parallel."""
+    if given is not None:
+        return given if isinstance(given, Mesh) else Mesh.from_torch(given)
+    part = find_pipeline(model)
+    return Mesh() if part is None else part.mesh
+
+
 def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
+    _mark_leaves(config, model)
     zero.shard(
         model,
         mesh,
@@ -104,6 +124,22 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communicat
         prefetch=_prefetch_limits(config),
         communication=saving,
     )
+
+
+def _mark_leaves(config: Config, model: nn.Module) -> None:
+    """Follow ``zero_optimization.leaf_module``."""
+    leaves = config.leaves
+    modules = dict(model.named_modules())
+    unknown = [name for name in leaves.names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
+            "model.named_modules()"
+        )
+    by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
+    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+        if found:
+            zero.set_leaf_modules(model, found)
 
 
 def _prefetch_limits(config: Config) -> zero.PrefetchLimits:

@@ -48,7 +48,8 @@ class GroupGradients:
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
-        self._route = route
+        self.route = route
+        """The way of its shards between ranks."""
         self._keep_whole = keep_whole or shard_axis.size == 1
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
@@ -99,7 +100,7 @@ class GroupGradients:
         view = self._views[index]
         if self.holds(index, grad):
             self._written[index] = True  # autograd has added into the buffer itself
-        elif self._written[index] and not self._shown[index]:
+        elif self._written[index] and not self._was_reset(index):
             view.add_(grad, alpha=self._prescale)
         else:  # the first of the window, or the user has reset param.grad since it was shown
             self._write(view, grad)
@@ -110,6 +111,22 @@ class GroupGradients:
         """Whether ``grad`` is this buffer's own memory for the parameter."""
         return grad.numel() > 0 and grad.data_ptr() == self._views[index].data_ptr()
 
+    def local_sum(self, index: int) -> torch.Tensor:
+        """The unreduced sum of a parameter, in place; from now on it counts as a gradient, zeros if there was none."""
+        self.finish_reduce()
+        self._open()
+        if not self._written[index]:
+            self._views[index].zero_()
+            self._written[index] = True
+        self.present[index] = True
+        return self._views[index]
+
+    def empty_whole(self, index: int) -> None:
+        """Set to zero what the whole buffer holds of a parameter, reduced or not; a shard of its own stays."""
+        self.finish_reduce()
+        if self._keep_whole and self._is_open():
+            self._views[index].zero_()
+
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
         self.finish_reduce()  # that of the backward before, where no gradient has come since
@@ -118,10 +135,10 @@ class GroupGradients:
         if not all(self._written):
             private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
         buffer = self._full
-        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self._route.rounds_reductions:
+        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self.route.rounds_reductions:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = self._route.reduce(buffer, self.name, self.program)
+            self._handle = self.route.reduce(buffer, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 
@@ -146,10 +163,6 @@ class GroupGradients:
             self._store_shard()
         self._reduced = True
 
-    def forget_errors(self) -> None:
-        """Drop what quantising has taken from earlier gradients and would add to the next."""
-        self._route.forget_errors()
-
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
         there.
@@ -172,7 +185,22 @@ class GroupGradients:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
         if self.exposed:
             for i, slot in enumerate(self._slots):
-                self.present[i] = self.present[i] and slot.param.grad is not None
+                self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
+
+    def hide(self) -> list[int]:
+        """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
+        self.drop_unset()
+        with private.without_torch_function():
+            shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
+            for i in shown:
+                self._slots[i].param.grad = None
+        return shown
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients back on these parameters."""
+        with private.without_torch_function():
+            for i in indices:
+                self._slots[i].param.grad = self._views[i]
 
     def buffers(self, *, whole: bool) -> list[torch.Tensor]:
         """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
@@ -253,8 +281,13 @@ class GroupGradients:
             self._handle.wait()
             self._handle = None
         self._sent = None
-        self.forget_errors()
+        self.route.forget_errors()
         self.clear(set_to_none=True)
+
+    def _was_reset(self, index: int) -> bool:
+        """Whether the user has replaced ``param.grad`` since it showed this buffer."""
+        shown = self._slots[index].param.grad
+        return self._shown[index] and (shown is None or not self.holds(index, shown))
 
     @property
     def _prescale(self) -> float:

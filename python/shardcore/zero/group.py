@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
-from shardcore.zero.guard import guard_class, reads_data, replaced_data
-from shardcore.zero.saved import ReleasedVersions
+from shardcore.zero.guard import guard_class, reads_data
+from shardcore.zero.pieces import move_into
+from shardcore.zero.saved import VersionCounters
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -42,14 +43,19 @@ _EXTERNAL_USE_HINT = (
 )
 
 
-class ShardGroup:
+class ShardGroup(Edits):
     """Parameters that share a unit, dtype and trainability.
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
     ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit).
     """
 
+    pins = 0
+    """Open contexts that show the whole parameters; while there are any, nothing is released."""
+    exporting = False
+    """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
     _is_guarded = False
+    _release_is_due = False
 
     def __init__(
         self,
@@ -77,25 +83,18 @@ class ShardGroup:
         """The units that use the whole parameters now, and whether in forward or backward."""
         self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
         self._program: comm.Program | None = None
-        self.exporting = False
-        """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
         self._exported: list[torch.Tensor] = []
-        self.pins = 0
-        """Open contexts that show the whole parameters; while there are any, nothing is released."""
-        self._release_is_due = False
-        self._memory_was_taken = False
-        """Code outside holds memory of the parameters in a form whose writes leave no trace."""
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
-        self._classes = [type(slot.param) for slot in slots]
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self._nbytes = self.full.untyped_storage().nbytes()
-        self._adopt_parameters()
-        comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        if not self._adopt_parameters():
+            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self.own = self.full[self._slice]
@@ -104,11 +103,11 @@ class ShardGroup:
         self.master = self._make_master(precision.master_dtype(dtype))
         self._gathering = gathering
         self._handle: comm.Handle | None = None
-        self._versions = self._parameter_versions()
-        self._released_versions = ReleasedVersions(self)
-        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
+        self.versions = VersionCounters(self)
+        self.note_versions()
         if self.releases:
-            self.reshard()
+            self.reshard()  # before the gradients' buffer, which is as large until it is released
+        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
 
     @property
     def nbytes(self) -> int:
@@ -182,28 +181,28 @@ class ShardGroup:
             self._start_gather(f"{self.name} in full", exact=True)
             self._finish_gather()
 
-    def reshard(self) -> None:
+    def reshard(self, within_s: float | None = None) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
         before the last context is left that shows them.
+
+        Args:
+            within_s: a gather that is not complete by then, in seconds from now, stays under way; None waits for it.
         """
         if not self.releases or self.state is ParamState.SHARDED:
+            return
+        if within_s is not None and self._handle is not None and not self._handle.is_complete(within_s):
             return
         if self.pins:
             self._release_is_due = True
             return
         self._arrive()
+        self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
         if self._axis.size > 1:
-            with private.without_torch_function():
-                self._released_versions.hide()
+            self.versions.hide()
         self.guard()
         if self._axis.size > 1:
             self.full.untyped_storage().resize_(0)
-
-    def reshard_if_here(self, within_s: float) -> None:
-        """As :meth:`reshard`, but a gather that is not complete within this time stays under way."""
-        if self._handle is None or self._handle.is_complete(within_s):
-            self.reshard()
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
@@ -227,58 +226,12 @@ class ShardGroup:
         if self.master is not self.own:
             self.own.copy_(self.master)
         self.invalidate_copies()
+        self.versions.count_write()
+        self.note_versions()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
-
-    def check_storage(self) -> None:
-        """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
-
-        Raises:
-            StateError: its ``.data`` was replaced; the message names it.
-        """
-        if self.state is not ParamState.UNSHARDED:
-            return
-        base, itemsize = self.full.data_ptr(), self.full.element_size()
-        with private.without_torch_function():
-            moved = [s for s in self.slots if s.numel and s.param.data_ptr() != base + s.offset * itemsize]
-        if moved:
-            raise StateError(replaced_data(moved[0].name))
-
-    def repoint(self) -> None:
-        """Make parameters whose data were replaced views of the flat buffer again."""
-        with torch.no_grad(), private.without_torch_function():
-            for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                if slot.param.data_ptr() != view.data_ptr() or slot.param.dtype != view.dtype:
-                    slot.param.data = view
-
-    def adopt_edits(self) -> None:
-        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
-        masters.
-        """
-        if self.releases and self._axis.size > 1:
-            self.own.copy_(self.full[self._slice])
-        self.invalidate_copies()
-        self._refresh_masters(slice(None))
-        self.note_versions()
-
-    def adopt_edits_if_any(self) -> None:
-        """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
-        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
-            return
-        if self._memory_was_taken or self._versions != self._parameter_versions():
-            self.complete()
-            self.adopt_edits()
-
-    def invalidate_copies(self) -> None:
-        """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
-        self._gathering.invalidate()
-
-    def note_versions(self) -> None:
-        """What the parameters hold now is what shard and masters hold."""
-        self._versions = self._parameter_versions()
 
     def on_guarded_use(
         self, slot: ParameterSlot, func: Callable[..., Any], args: Sequence[Any] = ()
@@ -330,16 +283,20 @@ class ShardGroup:
         if self.state is ParamState.UNSHARDING:
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
-            self._released_versions.show()
+            self.versions.show()
 
-    def _adopt_parameters(self) -> None:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it."""
+    def _adopt_parameters(self) -> bool:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
+        ranks have the same values already.
+        """
+        agreed = True
         with torch.no_grad():
             for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                view.copy_(slot.param)
-                slot.param.data = view
+                flat = self.full[slot.offset : slot.offset + slot.numel]
+                agreed &= move_into(slot.param, flat)
+                slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
+        return agreed
 
     def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
         if not self.trainable or dtype == self.full.dtype:
@@ -370,16 +327,22 @@ class ShardGroup:
         self.own[offset : offset + stop - start].copy_(value.expand(slot.param.shape).reshape(-1)[start:stop])
         self._refresh_masters(slice(offset, offset + stop - start))
         self.invalidate_copies()
-        torch.autograd.graph.increment_version(slot.param)
+        self.versions.count_write(slot.index)
+        self.note_versions()
         return slot.param
 
-    def _refresh_masters(self, part: slice) -> None:
-        """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
-        the masters keep their full precision.
+    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
+        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
         """
-        if self.master is not self.own:
-            own, master = self.own[part], self.master[part]
-            master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+        if self.releases:
+            self.reshard()
+        else:
+            self.complete()  # a gather under way sends the piece
+        start, stop, offset = self.local_range(slot)
+        part = slice(offset, offset + stop - start)
+        read(start, stop, self.own[part])
+        self._refresh_masters(part)
 
     def end_export(self) -> None:
         """``state_dict`` is done."""
@@ -424,10 +387,6 @@ class ShardGroup:
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
-
-    def _parameter_versions(self) -> list[int]:
-        with private.without_torch_function():
-            return [private.version(slot.param) for slot in self.slots]
 
 
 def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:

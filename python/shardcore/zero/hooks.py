@@ -57,6 +57,8 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         slot = find_slot(group["params"][0]) if group["params"] else None
+        if slot is not None:
+            slot.group.root.structure.check()
         if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
             raise StateError(
                 f"{type(optimizer).__name__} was stepped, but it holds parameters of a sharded model (such as "

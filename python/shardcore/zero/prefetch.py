@@ -100,7 +100,7 @@ class Prefetcher:
         deadline = time.monotonic() + _PATIENCE_S
         with suppress(RankMismatchError):  # what the forward raised says more
             for group in self._groups:
-                group.reshard_if_here(deadline - time.monotonic())
+                group.reshard(within_s=deadline - time.monotonic())
 
     def reset(self) -> None:
         """The step has failed: everything is released, and its order is forgotten."""

@@ -36,26 +36,41 @@ _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, ShardGroup] = weakref.WeakValueDictionary()
 
 
-class ReleasedVersions:
-    """Marks the parameters of one group while their memory is gone. Views that autograd saved share the mark."""
+class VersionCounters:
+    """How often each parameter of one group was written to, as autograd counts it. While the memory is gone, autograd
+    sees a mark in the counters' place, on the parameters and on all views of them that it saved.
+    """
 
     def __init__(self, group: ShardGroup) -> None:
         number = next(_numbers)
         _groups[number] = group
         self._params = [slot.param for slot in group.slots]
         self._mark = [_RELEASED + number] * len(self._params)
-        self._versions: list[int] | None = None
+        self._hidden: list[int] | None = None
+
+    def now(self) -> list[int]:
+        """The counters, also while they are hidden."""
+        return private.versions(self._params) if self._hidden is None else list(self._hidden)
+
+    def count_write(self, index: int | None = None) -> None:
+        """A parameter (all, if none is named) got new values in a way that autograd does not see: graphs that saved it
+        must refuse their backward.
+        """
+        if self._hidden is not None:
+            self._hidden = [v + (index in (None, i)) for i, v in enumerate(self._hidden)]
+        else:
+            torch.autograd.graph.increment_version(self._params if index is None else self._params[index])
 
     def hide(self) -> None:
         """The memory is about to go."""
-        self._versions = [private.version(param) for param in self._params]
+        self._hidden = self.now()
         private.set_versions(self._params, self._mark)
 
     def show(self) -> None:
         """The memory holds the parameters again."""
-        if self._versions is not None:
-            private.set_versions(self._params, self._versions)
-            self._versions = None
+        if self._hidden is not None:
+            private.set_versions(self._params, self._hidden)
+            self._hidden = None
 
 
 def explain_released(error: RuntimeError) -> StateError | None:

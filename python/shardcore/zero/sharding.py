@@ -11,15 +11,18 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
-from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
+from shardcore.zero.arguments import check_arguments, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
+from shardcore.zero.materialise import Init, materialise
+from shardcore.zero.pieces import cast_piece
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -41,17 +44,20 @@ def shard(
     mesh: Mesh | Axis | DeviceMesh | None = None,
     stage: int = 3,
     units: Units = "auto",
-    precision: Precision | None = None,
+    precision: Precision | str | torch.dtype | None = None,
     offload: Any | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
     communication: Communication | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
     All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype
-    and ``requires_grad``; at stage 3 their data are there only while the module uses them.
+    and ``requires_grad``; at stage 3 their data are there only while the module uses them. Parameters and buffers on
+    the meta device are given memory and initialised here, at most a unit of them at a time
+    (:mod:`shardcore.zero.materialise` says by which calls).
 
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
@@ -61,36 +67,41 @@ def shard(
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
         gathered from forward to backward where it allows. None means two units besides what the model itself holds.
-        precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
+        precision: dtypes and loss scaling, or only the parameters' dtype (``"bf16"``, ``torch.bfloat16``); None keeps
+        the parameters' own dtypes. Masters of 16-bit parameters are fp32.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
         communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
+        init: initialises the own parameters and buffers of the module that it is called with, for each module that has
+        some on the meta device; None means the modules' own way.
 
     Returns:
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded or that nothing initialises, an option
+        that is not available yet.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
-        RankMismatchError: ranks built different models.
+        RankMismatchError: ranks built different models, or gave different settings.
     """
     policy = Policy(stage=stage)
-    precision = precision or Precision()
-    communication = communication or Communication()
-    communication.check(policy)
+    precision = Precision.of(precision)
+    communication = expect("communication", communication or Communication(), Communication)
     if offload is not None:
         raise ConfigError("shard(offload=...) is not available yet; leave it out")
     prefetch = _limits(budget, prefetch)
-    mesh = _as_mesh(mesh)
+    mesh = as_mesh(mesh, module)
+    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
-    _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
@@ -107,14 +118,19 @@ def shard(
         device=mesh.device,
         limits=prefetch,
     )
-    attach_root(module, root)
+    _install(root)
+    return module
+
+
+def _install(root: Root) -> None:
+    """Make the module act by itself."""
+    attach_root(root.module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
     install_load_hooks(root)
-    add_external_parameters(module)
+    add_external_parameters(root.module)
     root.watch()
-    object.__setattr__(module, "__deepcopy__", _refuse_copy)
-    return module
+    object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
@@ -126,15 +142,17 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
 
 def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
     if budget is None:
-        return prefetch
+        return None if prefetch is None else expect("prefetch", prefetch, PrefetchLimits)
     if prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     return PrefetchLimits(budget=budget)
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = None) -> Mesh:
+    """The mesh that a ``mesh=`` argument means; None means the one of a pipeline's module, or all ranks."""
     if mesh is None:
-        return Mesh()
+        part = None if module is None else find_pipeline(module)
+        return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Axis):
@@ -157,7 +175,8 @@ class _Axes:
 
 
 def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
-    """Stage 0 replicates over all data-parallel ranks."""
+    """Stage 0 replicates over all data-parallel ranks. Refuses what the stage has no use for."""
+    communication.check(policy)
     if not policy.shards_states:
         return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
     nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)
@@ -184,7 +203,8 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
     """Parameters to their dtype and device, buffers to the device only."""
     with torch.no_grad():
         for param in module.parameters():
-            param.data = param.data.to(device=device, dtype=precision.param_dtype)
+            if not cast_piece(param, device, precision.param_dtype):
+                param.data = param.data.to(device=device, dtype=precision.param_dtype)
             param.grad = None
         for child in module.modules():
             for name, buffer in child._buffers.items():
