@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardcore.mesh import Axis
     from shardcore.protocols import ParameterSlot
     from shardcore.zero.gathering import Gathering
+    from shardcore.zero.saved import VersionCounters
 
 
 class Edits:
@@ -32,6 +33,7 @@ class Edits:
     shard_axis: Axis
     _slice: slice
     _gathering: Gathering
+    versions: VersionCounters
     _versions: list[int]
     _memory_was_taken = False
     """Code outside holds memory of the parameters in a form whose writes leave no trace."""
@@ -84,7 +86,7 @@ class Edits:
         """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
         if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
             return
-        if self._memory_was_taken or self._versions != self._parameter_versions():
+        if self._memory_was_taken or self._versions != self.versions.now():
             self.complete()
             self.adopt_edits()
 
@@ -95,7 +97,7 @@ class Edits:
         Raises:
             StateError: the gathered copy is rounded; the message says how to write instead.
         """
-        if self._versions == self._parameter_versions():
+        if self._versions == self.versions.now():
             return
         if self._gathering.is_rounded:
             raise StateError(
@@ -123,7 +125,7 @@ class Edits:
 
     def note_versions(self) -> None:
         """What the parameters hold now is what shard and masters hold."""
-        self._versions = self._parameter_versions()
+        self._versions = self.versions.now()
 
     def _refresh_masters(self, part: slice) -> None:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
@@ -132,6 +134,3 @@ class Edits:
         if self.master is not self.own:
             own, master = self.own[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
-
-    def _parameter_versions(self) -> list[int]:
-        return private.versions([slot.param for slot in self.slots])

@@ -20,6 +20,7 @@ from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class, reads_data
 from shardcore.zero.pieces import move_into
+from shardcore.zero.saved import VersionCounters
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class ShardGroup(Edits):
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
         self._gathering = gathering
-        self._versions = self._parameter_versions()
+        self.versions = VersionCounters(self)
+        self.note_versions()
         if self.releases:
             self.reshard()  # before the gradients' buffer, which is as large until it is released
         self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
@@ -212,6 +214,8 @@ class ShardGroup(Edits):
         self._arrive()
         self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
+        if self.shard_axis.size > 1:
+            self.versions.hide()
         self.guard()
         if self.shard_axis.size > 1:
             self.full.untyped_storage().resize_(0)
@@ -238,7 +242,7 @@ class ShardGroup(Edits):
         if self.master is not self.own:
             self.own.copy_(self.master)
         self.invalidate_copies()
-        torch.autograd.graph.increment_version([slot.param for slot in self.slots])  # older graphs refuse a backward
+        self.versions.count_write()
         self.note_versions()
         if not self.releases and self.shard_axis.size > 1:
             self._move(ParamState.UNSHARDING)
@@ -293,6 +297,7 @@ class ShardGroup(Edits):
         if self.state is ParamState.UNSHARDING:
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
+            self.versions.show()
 
     def _adopt_parameters(self) -> bool:
         """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
@@ -336,7 +341,7 @@ class ShardGroup(Edits):
         self.own[offset : offset + stop - start].copy_(value.expand(slot.param.shape).reshape(-1)[start:stop])
         self._refresh_masters(slice(offset, offset + stop - start))
         self.invalidate_copies()
-        torch.autograd.graph.increment_version(slot.param)
+        self.versions.count_write(slot.index)
         self.note_versions()
         return slot.param
 
