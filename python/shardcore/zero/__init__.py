@@ -15,6 +15,7 @@ from shardcore.zero.offloading import offload_states, reload_states
 from shardcore.zero.pieces import gathered_pieces
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
+from shardcore.zero.scaling import mark_scaled
 from shardcore.zero.sessions import gathered, summon
 from shardcore.zero.sharding import default_segment_nbytes, shard
 from shardcore.zero.targets import Target, Targets, targets_of
@@ -47,6 +48,7 @@ __all__ = [
     "local_grad",
     "local_master",
     "local_shard",
+    "mark_scaled",
     "no_sync",
     "offload_states",
     "reduce_once",

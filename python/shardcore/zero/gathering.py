@@ -26,6 +26,11 @@ class Gathering:
         self.is_rounded = False
         """The buffer holds, or will hold, values that were quantised on their way."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every gather is one step over the whole shard axis, in full."""
+        return self.route.is_plain and self._secondary_axis is None
+
     def start(
         self,
         full: torch.Tensor,
