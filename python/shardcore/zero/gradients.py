@@ -15,6 +15,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError
+from shardcore.zero.joining import JoinsReductions
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shardcore.protocols import ParameterSlot
 
 
-class GroupGradients:
+class GroupGradients(JoinsReductions):
     """Gradient buffers of a group of ``padded_numel`` elements over a shard axis of S ranks.
 
     Local gradients are divided by the number of data-parallel ranks as they enter (where nothing is sharded: after the
@@ -50,8 +51,6 @@ class GroupGradients:
         self._replicate_axis = replicate_axis
         self.route = route
         """The way of its shards between ranks."""
-        self.is_plain = replicate_axis.size == 1 and route.is_plain and not route.rounds_reductions
-        """A reduction is one step over all ranks, in full."""
         self._keep_whole = keep_whole or shard_axis.size == 1
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
@@ -164,21 +163,6 @@ class GroupGradients:
             self._full.mul_(1 / self._world)
         if not self._keep_whole:
             self._store_shard()
-        self.was_reduced = True
-
-    def join_reduce(self) -> None:
-        """Add what other ranks reduce to this rank's shard; this rank has nothing to add to theirs. Collective over the
-        shard axis.
-        """
-        self.finish_reduce()
-        zeros = torch.zeros(self._full.shape, dtype=self._reduce_dtype, device=self._full.device)
-        comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
-        start = self._own.storage_offset()
-        reduced = zeros[start : start + self._own.numel()]
-        if self.was_reduced:
-            self.shard.add_(reduced)
-        else:
-            self.shard.copy_(reduced)
         self.was_reduced = True
 
     def settle(self) -> None:

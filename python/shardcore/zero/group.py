@@ -19,6 +19,7 @@ from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import explain_use, guard_class, reads_data
+from shardcore.zero.joining import JoinsGathers
 from shardcore.zero.pieces import move_into
 from shardcore.zero.saved import VersionCounters
 from shardcore.zero.state import ParamState, check_move
@@ -37,7 +38,7 @@ _LEAVES_NO_TRACE = frozenset(
 """Ways to a parameter's memory by which writes do not show in its version counter; ``.data`` is another."""
 
 
-class ShardGroup(Edits):
+class ShardGroup(Edits, JoinsGathers):
     """Parameters that share a unit, dtype and trainability.
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
@@ -155,22 +156,6 @@ class ShardGroup(Edits):
             self.full.untyped_storage().resize_(self.nbytes)
             name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
-
-    def join_gather(self) -> None:
-        """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
-        self._finish_gather()  # an earlier one, into the same memory
-        is_away = self.state is ParamState.SHARDED and self.shard_axis.size > 1
-        if is_away:
-            self.full.untyped_storage().resize_(self.nbytes)
-        self.full[self._slice].copy_(self.own)
-        comm.gather_shards(self.full, self.shard_axis, self.name).wait()
-        if is_away:
-            self.full.untyped_storage().resize_(0)
-
-    def join_reduce(self) -> None:
-        """Take part in a reduction of the gradients of other ranks. Collective."""
-        if self.grads is not None:
-            self.grads.join_reduce()
 
     def unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and

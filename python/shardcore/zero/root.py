@@ -124,9 +124,7 @@ class Root(Surroundings):
         self.wrongly_scaled: str | None = None
         """A parameter whose gradient in this window could not be corrected so."""
         self._program = comm.Program()
-        for group in groups:
-            group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
-        self._invite_to_reduce()
+        self._join_groups()
 
     def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
         if not self.policy.shards_params:
@@ -337,10 +335,12 @@ class Root(Surroundings):
         self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
         return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
 
-    def _invite_to_reduce(self) -> None:
-        """Let ranks on other branches reduce when this one has no gradients."""
+    def _join_groups(self) -> None:
+        """Make the groups part of this model, and let ranks on other branches gather and reduce with this one."""
+        for group in self.groups:
+            group.join(self, self._program if self.policy.shards_params else None, self._gather_on_demand)
         for group in (self.groups[i] for i in self.plan.reduce_order):
-            if group.grads is not None and group.grads.is_plain and self.policy.shards_params:
+            if self.policy.shards_params and group.grads is not None and group.grads.can_be_joined:
                 self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
 
     def _takes_turns(self) -> bool:
