@@ -55,6 +55,7 @@ class ShardGroup(Edits):
     exporting = False
     """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
     _is_guarded = False
+    _handle: comm.Handle | None = None
     _release_is_due = False
 
     def __init__(
@@ -102,7 +103,6 @@ class ShardGroup(Edits):
             self.own = self.own.clone()
         self.master = self._make_master(precision.master_dtype(dtype))
         self._gathering = gathering
-        self._handle: comm.Handle | None = None
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:

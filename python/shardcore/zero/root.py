@@ -73,6 +73,13 @@ class Unit:
 class Root(Surroundings):
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
+    gradient_factor = 1.0
+    """What gradients of the running backward are multiplied by as they arrive, where another model has decided by what
+    the loss was.
+    """
+    wrongly_scaled: str | None = None
+    """A parameter whose gradient in this window could not be corrected so."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -118,12 +125,6 @@ class Root(Surroundings):
         """A loss is divided by this, once, where its backward starts."""
         self.num_micro_batches = 0
         """Micro-batches in the window, where an engine counts them."""
-        self.gradient_factor = 1.0
-        """What gradients of the running backward are multiplied by as they arrive, where another model has decided by
-        what the loss was.
-        """
-        self.wrongly_scaled: str | None = None
-        """A parameter whose gradient in this window could not be corrected so."""
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
