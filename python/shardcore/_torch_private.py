@@ -50,6 +50,15 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def transforms_around() -> list[str]:
+    """Names of the ``torch.func`` transforms that this code runs under, outermost first: "Grad", "Vmap", "Jvp", ...
+
+    torch has no public way to ask; without it hooks would write to tensors that belong to another level.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [interpreter.key().name for interpreter in stack]
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running now has ended. torch has no public hook for that moment."""
     Variable._execution_engine.queue_callback(callback)
@@ -88,6 +97,11 @@ def zero_all(tensors: Sequence[torch.Tensor]) -> None:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place, as autograd counts it."""
     return int(tensor._version)
+
+
+def is_only_user(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shows the storage of this one, and no graph holds it; torch tells neither."""
+    return num_storage_users(tensor) == 1 and tensor._use_count() == 1
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

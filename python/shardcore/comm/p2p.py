@@ -14,6 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,18 @@ class Message:
 
     description: bytes
     payload: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Edge(Axis):
+    """The two ranks of a channel. Messages have a history of their own: where the same two ranks share another axis,
+    its collectives may come between other messages on one rank than on the other.
+    """
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for the same sender and receiver."""
+        return f"{self.ranks[0]}>{self.ranks[1]}"
 
 
 class _Lane:
@@ -338,7 +351,7 @@ def _connect(mesh: Mesh, edge: tuple[int, int]) -> Channel | None:
     groups = [group for group in (_group(edge) for _ in range(3)) if group is not None]
     if not groups:
         return None
-    axis = Axis(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), groups[1], mesh)
+    axis = _Edge(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), groups[1], mesh)
     return Channel(axis, groups, mesh.device)
 
 

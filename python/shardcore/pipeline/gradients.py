@@ -102,6 +102,17 @@ class Gradients:
         for group in self._groups:
             self._reduce_if_ready(group)
 
+    def finish(self) -> None:
+        """The program is over: what it had no place for, and at stage 0 the whole gradients on the parameters.
+
+        There autograd itself adds to what ``param.grad`` shows, so no reduction may be under way after this.
+        """
+        self.sum_ties()
+        for group in self._groups:
+            if group.grads.exposed:
+                group.grads.finish_reduce()
+                group.grads.expose()
+
     def _count_summed_once(self) -> None:
         """Gradients of an earlier call, which are the sum over all copies already, must not be summed again: of those
         that have not been cleared since, only the first rank keeps its.
