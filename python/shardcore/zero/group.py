@@ -52,8 +52,8 @@ class ShardGroup(Edits, JoinsGathers):
     root: Any = None
     """The :class:`Root` that this group belongs to."""
     _program: comm.Program | None = None
-    _handle: comm.Handle | None = None
     _is_guarded = False
+    _handle: comm.Handle | None = None
     _release_is_due = False
 
     def __init__(

@@ -73,6 +73,12 @@ class Unit:
 class Root(Surroundings):
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
+    gradient_factor = 1.0
+    """What gradients of the running backward are multiplied by as they arrive, where another model has decided by what
+    the loss was.
+    """
+    wrongly_scaled: str | None = None
+    """A parameter whose gradient in this window could not be corrected so."""
     forward_depth = 0
     backward_running = False
     _num_forwards = 0
@@ -117,12 +123,6 @@ class Root(Surroundings):
         """A loss is divided by this, once, where its backward starts."""
         self.num_micro_batches = 0
         """Micro-batches in the window, where an engine counts them."""
-        self.gradient_factor = 1.0
-        """What gradients of the running backward are multiplied by as they arrive, where another model has decided by
-        what the loss was.
-        """
-        self.wrongly_scaled: str | None = None
-        """A parameter whose gradient in this window could not be corrected so."""
         self._program = comm.Program()
         self._join_groups()
 

@@ -34,15 +34,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class Swaps:
     """What was replaced inside the caller's own containers, to be put back."""
 
-    __slots__ = ("_containers", "_originals")
-
-    def __init__(self) -> None:
-        self._containers: list[Any] = []
-        self._originals: dict[int, tuple[Any, Any]] = {}
-        """By the identity of the replacement, which is kept alive beside the original."""
+    _containers: list[Any] | None = None
+    """None as long as nothing was replaced, which is the rule."""
 
     def swap(self, container: Any, items: dict[Any, Any]) -> None:
         """Put these items into the container."""
+        if self._containers is None:
+            self._containers = []
+            self._originals: dict[int, tuple[Any, Any]] = {}  # by the replacement's identity; it is kept alive here
         entries = _entries(container)
         self._containers.append(container)
         for key, item in items.items():
@@ -51,12 +50,13 @@ class Swaps:
 
     def undo(self) -> None:
         """Put the originals back wherever a replacement stands now; what the module has written stays."""
+        if self._containers is None:
+            return
         for container in self._containers:
             for key, item in _entries(container).items():
                 if id(item) in self._originals:
                     _set(container, key, self._originals[id(item)][1])
-        self._containers.clear()
-        self._originals.clear()
+        self._containers = None
 
 
 def map_tensors(function: Function, value: Any, swaps: Swaps | None = None) -> Any:
