@@ -46,6 +46,15 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def transforms_around() -> list[str]:
+    """Names of the ``torch.func`` transforms that this code runs under, outermost first: "Grad", "Vmap", "Jvp", ...
+
+    torch has no public way to ask; without it hooks would write to tensors that belong to another level.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [interpreter.key().name for interpreter in stack]
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running now has ended. torch has no public hook for that moment."""
     Variable._execution_engine.queue_callback(callback)
@@ -86,10 +95,10 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def num_storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors show the storage of this one, itself included; torch tells no user of an alias."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
+def is_only_user(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shows the storage of this one, and no graph holds it; torch tells neither."""
+    storage = tensor.untyped_storage()  # this object counts, too
+    return torch._C._storage_Use_Count(storage._cdata) == 2 and tensor._use_count() == 1
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

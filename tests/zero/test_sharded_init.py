@@ -146,6 +146,29 @@ def test_uses_before_sharding_see_whole_values() -> None:
     assert_equal(sharded(model.double()), reference.double())
 
 
+class Recording(nn.Module):
+    """Its constructor records a graph over a parameter, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.product = (self.weight * self.weight).sum()
+        self.other = nn.Linear(2, 2)
+
+
+@spmd(world=2)
+def test_what_a_graph_has_saved_stays() -> None:
+    with sc.sharded_init():
+        model = Recording()
+        nn.Linear(3, 3)
+        for _ in range(2):
+            model.other.weight.sum()
+        model.product.backward()
+    assert torch.equal(model.weight.grad, 2 * model.weight)
+    del model.product
+    sharded(model)
+
+
 @spmd(world=2)
 def test_edits_through_aliases_and_addresses() -> None:
     """Memory that something else shows is not taken away."""

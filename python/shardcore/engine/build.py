@@ -15,12 +15,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardcore import comm, zero
-from shardcore.config import Config, DropInConfigError, load_config
+from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
-from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
+from shardcore.optim import (
+    ConstantScale,
+    DynamicScale,
+    ShardedOptimizer,
+    build_scheduler,
+    optimizer_names,
+    schedule_names,
+)
 from shardcore.optim import optimizer as make_optimizer
 from shardcore.protocols import LossScale, find_pipeline
 
@@ -82,6 +89,7 @@ def initialize(
         data_world=mesh.data_world,
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
+        classes=Classes(optimizers=optimizer_names(), schedules=schedule_names()),
     )
     _agree_on(loaded, mesh)
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
@@ -136,8 +144,11 @@ def _mark_leaves(config: Config, model: nn.Module) -> None:
             f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
             "model.named_modules()"
         )
+    present = {type(module).__name__ for module in modules.values()}
+    is_default = leaves.classes == LeafConfig().classes
+    classes = [name for name in leaves.classes if name in present] if is_default else leaves.classes
     by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
-    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+    for found in (classes, [modules[name] for name in leaves.names], by_suffix):
         if found:
             zero.set_leaf_modules(model, found)
 

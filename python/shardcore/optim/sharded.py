@@ -403,7 +403,7 @@ def _build_inner(
     try:
         with private.without_loading_compiler():
             return build(groups)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
         ) from error

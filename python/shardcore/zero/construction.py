@@ -45,7 +45,7 @@ class Away(UnderConstruction):
             keeper.bring([tensor for tensor in used if _belongs(tensor, keeper)])
         result = func(*args, **(kwargs or {}))
         for keeper in keepers:
-            keeper.after_use([tensor for tensor in used if _belongs(tensor, keeper)], func, result)
+            keeper.after_use([tensor for tensor in used if _belongs(tensor, keeper)], func)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

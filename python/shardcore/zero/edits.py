@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ class Edits:
     root: Any
     state: ParamState
     releases: bool
-    _axis: Axis
+    shard_axis: Axis
     _slice: slice
     _gathering: Gathering
     _versions: list[int]
@@ -38,6 +38,14 @@ class Edits:
 
     def complete(self, *, exact: bool = True) -> None:
         """Wait for a gather under way, or gather."""
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """Release what is gathered."""
+        raise NotImplementedError
+
+    def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
+        """(start, stop, shard_offset): this rank's piece of the parameter."""
         raise NotImplementedError
 
     def check_storage(self) -> None:
@@ -66,7 +74,7 @@ class Edits:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.
         """
-        if self.releases and self._axis.size > 1:
+        if self.releases and self.shard_axis.size > 1:
             self.own.copy_(self.full[self._slice])
         self.invalidate_copies()
         self._refresh_masters(slice(None))
@@ -95,6 +103,19 @@ class Edits:
                 "gathered in rounded form (Communication(gather=...)): write in summon(model, writeback=True) instead"
             )
         self.adopt_edits()
+
+    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
+        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
+        """
+        if self.releases:
+            self.reshard()
+        else:
+            self.complete()  # a gather under way sends the piece
+        start, stop, offset = self.local_range(slot)
+        part = slice(offset, offset + stop - start)
+        read(start, stop, self.own[part])
+        self._refresh_masters(part)
 
     def invalidate_copies(self) -> None:
         """The shard was written to, so second shards made from it are out of date. Every rank calls it."""

@@ -50,6 +50,8 @@ class GroupGradients:
         self._replicate_axis = replicate_axis
         self.route = route
         """The way of its shards between ranks."""
+        self.is_plain = replicate_axis.size == 1 and route.is_plain and not route.rounds_reductions
+        """A reduction is one step over all ranks, in full."""
         self._keep_whole = keep_whole or shard_axis.size == 1
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
@@ -72,7 +74,8 @@ class GroupGradients:
         """The whole buffer holds gradients of this rank that no reduction has taken yet."""
         self._written = [False] * len(slots)
         self._shown = [False] * len(slots)
-        self._reduced = False
+        self.was_reduced = False
+        """A reduction of this window is in the shard."""
         self.program: comm.Program | None = None
         self._handle: comm.Handle | None = None
         self._sent: torch.Tensor | None = None
@@ -161,15 +164,30 @@ class GroupGradients:
             self._full.mul_(1 / self._world)
         if not self._keep_whole:
             self._store_shard()
-        self._reduced = True
+        self.was_reduced = True
+
+    def join_reduce(self) -> None:
+        """Add what other ranks reduce to this rank's shard; this rank has nothing to add to theirs. Collective over the
+        shard axis.
+        """
+        self.finish_reduce()
+        zeros = torch.zeros(self._full.shape, dtype=self._reduce_dtype, device=self._full.device)
+        comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
+        start = self._own.storage_offset()
+        reduced = zeros[start : start + self._own.numel()]
+        if self.was_reduced:
+            self.shard.add_(reduced)
+        else:
+            self.shard.copy_(reduced)
+        self.was_reduced = True
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
         there.
         """
-        if not self._reduced:
+        if not self.was_reduced:
             self.shard.zero_()
-            self._reduced = True
+            self.was_reduced = True
 
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
@@ -207,11 +225,6 @@ class GroupGradients:
         if whole:
             return [self._full] if self._is_open() else []
         return [self._shard] if self._shard is not None and not self._keep_whole else []
-
-    @property
-    def was_reduced(self) -> bool:
-        """Whether a reduction of this window is in the shard."""
-        return self._reduced
 
     def reduce_now(self, *, local_anywhere: bool) -> None:
         """Bring the shard up to date before the window's end. Collective where ``local_anywhere``: some rank holds
@@ -254,7 +267,7 @@ class GroupGradients:
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
         self.finish_reduce()
-        self.has_local = self._reduced = False
+        self.has_local = self.was_reduced = False
         self._written = [False] * len(self._slots)
         self._shown = [False] * len(self._slots)
         if set_to_none:
@@ -264,7 +277,7 @@ class GroupGradients:
                     slot.param.grad = None
         else:
             self.shard.zero_()
-            self._reduced = True
+            self.was_reduced = True
         if not self._keep_whole:
             self._resize(0)
 
@@ -317,7 +330,7 @@ class GroupGradients:
             return
         self.has_local = True
         self._allocate()
-        reduced_in_place = self._keep_whole and self._reduced
+        reduced_in_place = self._keep_whole and self.was_reduced
         self._written = [reduced_in_place] * len(self._slots)
         if reduced_in_place and self._shard_axis.size > 1:
             # Our own shard already holds reduced sums; what the other ranks' places hold was reduced into theirs.
@@ -337,7 +350,7 @@ class GroupGradients:
     def _store_shard(self) -> None:
         if self._shard is None:
             self._shard = self._own.clone()
-        elif self._reduced:
+        elif self.was_reduced:
             self._shard.add_(self._own)
         else:
             self._shard.copy_(self._own)

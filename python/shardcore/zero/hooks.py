@@ -183,6 +183,8 @@ class _UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather the unit, and note which inputs will tell that its backward is over."""
         root, unit = self._root, self._unit
+        if not root.forward_depth:
+            _refuse_transforms(self._releases)
         unit.was_called = True
         root.acquire(unit, "backward" if private.in_backward() else "forward")
         if not self._releases:
@@ -280,6 +282,18 @@ def _refuse_double_backward() -> None:
         )
 
 
+def _refuse_transforms(releases: bool) -> None:
+    """Gradients taken by ``torch.func`` go past the hooks, and gathers cannot be part of a transformed computation."""
+    around = private.transforms_around()
+    if "Grad" in around or (around and releases):
+        raise StateError(
+            f"a sharded model was called under torch.func's {', '.join(around)}: gradients there would go past the "
+            "reduction over ranks, and released parameters cannot be gathered. Transform an unsharded copy "
+            "(torch.func.functional_call(copy, parameters, ...) with parameters from shardcore.state_dict(model)), or "
+            "use loss.backward()"
+        )
+
+
 class _RootHooks:
     """Forward of the whole model: casts inputs, scales gradients where they enter, tells other ranks of an
     exception.
@@ -291,6 +305,7 @@ class _RootHooks:
     @private.not_traced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a forward; floating inputs are cast where the precision casts parameters."""
+        _refuse_transforms(self._root.policy.shards_params)
         self._root.begin_forward()
         dtype = self._root.precision.param_dtype
         if dtype is None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _DEAD, _LEAVES, _STAYS = range(3)
 _PATTERN = 0xA5
 """A byte that is no bool, and repeated no likely number."""
-_SHOWS_ADDRESS = frozenset({torch.Tensor.data_ptr})
 
 
 class Piece:
@@ -131,8 +130,8 @@ class Keeper:
                 self._gather(param, piece)
 
     def settle(self, keep: Collection[int] = ()) -> None:
-        """Send all whole parameters away but those of these ids, and those whose memory something else shows on any
-        rank. Collective.
+        """Send all whole parameters away but those of these ids, and those whose memory an alias or a graph shows on
+        any rank. Collective.
         """
         if self.axis.size == 1:
             return
@@ -154,12 +153,9 @@ class Keeper:
             return _DEAD
         return _LEAVES if _may_leave(self._whole[key]) else _STAYS
 
-    def after_use(self, params: Iterable[torch.Tensor], func: Callable[..., Any], result: Any) -> None:
-        """A use of parameters that were away is over. Those that a graph may have saved, or whose address somebody
-        knows, stay whole for good.
-        """
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        if func in _SHOWS_ADDRESS or any(isinstance(r, torch.Tensor) and r.grad_fn is not None for r in results):
+    def after_use(self, params: Iterable[torch.Tensor], func: Callable[..., Any]) -> None:
+        """A use of parameters that were away is over. Those whose address somebody knows stay whole for good."""
+        if func is torch.Tensor.data_ptr:
             for param in params:
                 self.forget(param)
 
@@ -343,7 +339,7 @@ def _may_leave(param: torch.Tensor) -> bool:
     """Whether the parameter fills a storage that nothing else uses."""
     storage = param.untyped_storage()
     fills = param.storage_offset() == 0 and storage.nbytes() == param.nbytes > 0 and storage.resizable()
-    return bool(fills) and param.layout is torch.strided and private.num_storage_users(param) == 1
+    return bool(fills) and param.layout is torch.strided and private.is_only_user(param)
 
 
 def _without_data(param: torch.Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

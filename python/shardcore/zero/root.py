@@ -89,10 +89,8 @@ class Root(Surroundings):
         """Forwards with gradients since the last backward."""
         self.active: list[Unit] = []
         """Units whose forward is running, outermost first."""
-        self.prefetcher: Prefetcher | None = None
+        self.prefetcher = self._make_prefetcher(limits)
         """Gathers and releases parameters where these are sharded."""
-        if policy.shards_params:
-            self.prefetcher = Prefetcher(groups, limits or self._default_limits())
         self._loss_scale: LossScale | None = None
         self._error_scale = 1.0
         self.accumulation = 1
@@ -104,6 +102,12 @@ class Root(Surroundings):
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
+        self._invite_to_reduce()
+
+    def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
+        if not self.policy.shards_params:
+            return None
+        return Prefetcher(self.groups, limits or self._default_limits(), self._takes_turns)
 
     @property
     def needs_unit_hooks(self) -> bool:
@@ -299,6 +303,15 @@ class Root(Surroundings):
             return "eval"
         self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
         return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
+
+    def _invite_to_reduce(self) -> None:
+        """Let ranks on other branches reduce when this one has no gradients."""
+        for group in (self.groups[i] for i in self.plan.reduce_order):
+            if group.grads is not None and group.grads.is_plain and self.policy.shards_params:
+                self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
+
+    def _takes_turns(self) -> bool:
+        return self._program.takes_turns(self.shard_axis)
 
     def _forget_holders(self) -> None:
         for group in self.groups:

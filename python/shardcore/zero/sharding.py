@@ -238,6 +238,7 @@ def _make_groups(
     device: torch.device,
 ) -> list[ShardGroup]:
     groups = []
+    model = comm.name_of_next_model(axes.shard)
     for index, (unit_index, layout) in enumerate(shard_plan.groups):
         unit = assignment.units[unit_index]
         slots = [
@@ -254,7 +255,7 @@ def _make_groups(
         ]
         group = ShardGroup(
             index,
-            f"{unit.name}#{index}",
+            f"{unit.name}#{index}{model}",
             layout,
             slots,
             policy=policy,
