@@ -26,10 +26,10 @@ def test_messages_arrive_in_order(description_nbytes: int) -> None:
     channel = comm.channels(mesh, "pp", [(0, 1)])[0, 1]
     if mesh.rank == 0:
         for i in range(len(SIZES)):
-            channel.send(("F", 1, i), bytes([i]) * description_nbytes, content(i))
+            channel.send(("F", 1, i), bytes([i]) * description_nbytes, content(i), 2)
         channel.flush()
         return
-    pending = [channel.expect(("F", 1, i)) for i in range(2)]
+    pending = [channel.expect(("F", 1, i), 2) for i in range(2)]
     for i, size in enumerate(SIZES):
         channel.progress()
         message = pending.pop(0).wait()
@@ -37,7 +37,7 @@ def test_messages_arrive_in_order(description_nbytes: int) -> None:
         found = comm.unpack(message.payload, [(torch.float32, (size,)), (torch.int64, ())])
         assert all(map(torch.equal, found, content(i)))
         if i + 2 < len(SIZES):
-            pending.append(channel.expect(("F", 1, i + 2)))
+            pending.append(channel.expect(("F", 1, i + 2), 2))
 
 
 @spmd(world=2)
@@ -48,9 +48,9 @@ def test_kinds_of_messages_share_a_channel() -> None:
         tags: list[comm.Tag] = [("F", 2, i), ("B", 0, i)]
         if mesh.rank == 1:
             for size, tag in enumerate(tags, start=1):
-                channel.send(tag, b"", [torch.full((size,), i)])
+                channel.send(tag, b"", [torch.full((size,), i)], 1)
         else:
-            receipts = [channel.expect(tag) for tag in tags]
+            receipts = [channel.expect(tag, 1) for tag in tags]
             for size, receipt in reversed(list(enumerate(receipts, start=1))):
                 assert comm.unpack(receipt.wait().payload, [(torch.int64, (size,))])[0].tolist() == [i] * size
     channel.flush()
@@ -61,10 +61,10 @@ def test_another_message_than_expected() -> None:
     mesh = sc.Mesh(pp=2)
     channel = comm.channels(mesh, "pp", [(0, 1)])[0, 1]
     if mesh.rank == 0:
-        channel.send(("F", 1, 0), b"", [torch.ones(3)])  # its payload is never received
+        channel.send(("F", 1, 0), b"", [torch.ones(3)], 1)  # its payload is never received
     else:
         with pytest.raises(RankMismatchError, match="expected 'F of stage 1, micro-batch 1' from rank 0, which sent"):
-            channel.expect(("F", 1, 1)).wait()
+            channel.expect(("F", 1, 1), 1).wait()
     channel.abandon()
 
 

@@ -32,6 +32,8 @@ _NOTE_NBYTES = 512
 _ROOM = _NOTE_NBYTES - _HEAD.size
 """A longer description travels by itself, behind the note."""
 _ALIGNMENT = 64
+_MAX_AHEAD = 32
+"""Where a program posts more receives ahead, sizes are not predicted."""
 _MAX_UNDER_WAY = 4
 """Messages that a sender keeps in memory before it waits for the oldest."""
 
@@ -59,8 +61,8 @@ class _Edge(Axis):
 class _Lane:
     """The sizes of the messages of one kind and stage, as both ends of the channel know them.
 
-    What the last messages but one were, the next is expected to be: by then the receiver has seen them, since a program
-    posts at most two receives of a lane ahead.
+    A message is expected to be as large as those that the receiver has certainly seen when it posts the receive: a
+    program has at most ``ahead`` receives of a lane posted and not used.
     """
 
     __slots__ = ("_nbytes", "num_started")
@@ -69,17 +71,19 @@ class _Lane:
         self.num_started = 0
         self._nbytes: dict[int, int] = {}
 
-    def predict(self) -> tuple[int, int]:
+    def predict(self, ahead: int) -> tuple[int, int]:
         """(number of the message that starts now, bytes that its payload is expected to have; 0 if unknown)."""
         index = self.num_started
         self.num_started += 1
-        before, earlier = self._nbytes.get(index - 2), self._nbytes.get(index - 3)
+        if ahead > _MAX_AHEAD:
+            return index, 0
+        before, earlier = self._nbytes.get(index - ahead), self._nbytes.get(index - ahead - 1)
         return index, before if before is not None and before == earlier else 0
 
     def learn(self, index: int, nbytes: int) -> None:
         """A message's size is known."""
         self._nbytes[index] = nbytes
-        self._nbytes.pop(index - 8, None)
+        self._nbytes.pop(index - 4 * _MAX_AHEAD, None)
 
 
 class Receipt:
@@ -98,7 +102,7 @@ class Receipt:
         "tag",
     )
 
-    def __init__(self, channel: Channel, tag: Tag, entry: watch.Entry) -> None:
+    def __init__(self, channel: Channel, tag: Tag, entry: watch.Entry, ahead: int) -> None:
         self._channel = channel
         self._entry = entry
         self.tag = tag
@@ -106,7 +110,7 @@ class Receipt:
         self._note_work = channel.start(self._note, channel.notes)
         self._description = self._payload = torch.empty(0, dtype=torch.uint8)
         self._body: list[tuple[watch.Waitable, watch.Entry]] | None = None
-        self._index, nbytes = channel.lane(tag).predict()
+        self._index, nbytes = channel.lane(tag).predict(ahead)
         self._predicted: tuple[watch.Waitable, torch.Tensor] | None = None
         if nbytes:
             payload = torch.empty(nbytes, dtype=torch.uint8, device=channel.device)
@@ -177,12 +181,17 @@ class Channel:
         self._under_way: deque[tuple[watch.Waitable, watch.Entry, torch.Tensor]] = deque()
         self._expected: deque[Receipt] = deque()
 
-    def send(self, tag: Tag, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to send copies of ``tensors`` (any shapes and dtypes); they may be changed once this returns."""
+    def send(self, tag: Tag, description: bytes, tensors: Sequence[torch.Tensor], ahead: int) -> None:
+        """Start to send copies of ``tensors`` (any shapes and dtypes); they may be changed once this returns.
+
+        Args:
+            ahead: the most receives of this kind and stage that the receiver's program has posted and not used; both
+                ends give the same.
+        """
         entry = self._record(tag)
         payload = pack(tensors, self.device)
         lane = self.lane(tag)
-        index, expected_nbytes = lane.predict()
+        index, expected_nbytes = lane.predict(ahead)
         lane.learn(index, payload.nbytes)
         head = _HEAD.pack(tag[0].encode(), tag[1], tag[2], len(description), payload.nbytes)
         inline = description if len(description) <= _ROOM else b""
@@ -201,9 +210,9 @@ class Channel:
         """What is known of the messages of this kind and stage."""
         return self._lanes.setdefault(tag[:2], _Lane())
 
-    def expect(self, tag: Tag) -> Receipt:
-        """Post a receive; receives of one channel are posted in the order of the sends."""
-        receipt = Receipt(self, tag, self._record(tag))
+    def expect(self, tag: Tag, ahead: int) -> Receipt:
+        """Post a receive; those of one channel are posted in the order of its sends, with the same ``ahead``."""
+        receipt = Receipt(self, tag, self._record(tag), ahead)
         self._expected.append(receipt)
         return receipt
 

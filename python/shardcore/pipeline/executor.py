@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,6 +96,7 @@ class Executor:
             "TIED_REDUCE": self._tied,
         }
         actions = [action for action in schedule.program(position) if action.kind in table]
+        self._ahead = _most_ahead(schedule)
         self._names = [str(action) for action in actions]
         self._num_tied = sum(action.kind == "TIED_REDUCE" for action in actions)
         self._program = [
@@ -202,11 +204,11 @@ class Executor:
     def _send(self, kind: str, stage: int, i: int) -> None:
         description, tensors = self._mail.pop((kind, stage, i))
         channel = self._channels[self._rank, self._rank_of[stage]]
-        channel.send((kind, stage, i), description, [tensor.detach() for tensor in tensors])
+        channel.send((kind, stage, i), description, [tensor.detach() for tensor in tensors], self._ahead)
 
     def _expect(self, kind: str, stage: int, i: int, sender: int) -> None:
         channel = self._channels[self._rank_of[sender], self._rank]
-        self._receipts[kind, stage, i] = channel.expect((kind, stage, i))
+        self._receipts[kind, stage, i] = channel.expect((kind, stage, i), self._ahead)
 
     def _take(self, kind: str, stage: int, i: int) -> Mail:
         """What another stage has for this one: from the wire, or from a neighbour on this rank."""
@@ -214,3 +216,17 @@ class Executor:
         if receipt is not None:
             return values.receive(receipt.wait())
         return values.hand_over(*self._mail.pop((kind, stage, i)))
+
+
+def _most_ahead(schedule: plan.PipelineSchedule) -> int:
+    """The most receives of one stage and direction that any rank has posted and not used."""
+    most = 0
+    for rank in range(schedule.num_ranks):
+        posted: Counter[tuple[str, int]] = Counter()
+        for action in schedule.program(rank):
+            if action.kind in ("RECV_F", "RECV_B"):
+                posted[action.kind[-1], action.stage] += 1
+                most = max(most, posted[action.kind[-1], action.stage])
+            elif action.kind in ("F", "B", "I"):
+                posted["F" if action.kind == "F" else "B", action.stage] -= 1
+    return most
