@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardcore.engine import Engine as Engine
     from shardcore.engine import initialize as initialize
     from shardcore.mesh import Mesh as Mesh
+    from shardcore.offload import Offload as Offload
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Precision as Precision
     from shardcore.zero import local_shard as local_shard
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Engine": "engine",
     "Mesh": "mesh",
+    "Offload": "offload",
     "Precision": "zero",
     "initialize": "engine",
     "local_shard": "zero",

@@ -54,7 +54,17 @@ class ShardedGroup(Protocol):
 
     @property
     def master(self) -> torch.Tensor:
-        """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit)."""
+        """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit and not
+        offloaded; no elements while they rest on a disk).
+        """
+
+    @property
+    def own(self) -> torch.Tensor:
+        """[shard_numel] this rank's shard of the parameters, in their dtype."""
+
+    @property
+    def num_edits(self) -> int:
+        """How often masters were to be taken from ``own`` anew."""
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -66,8 +76,10 @@ class ShardedGroup(Protocol):
     def adopt_edits_if_any(self) -> None:
         """Take values that the user wrote into whole parameters into the masters."""
 
-    def publish(self) -> None:
-        """Make the updated master weights the parameters: cast, and gather where parameters are whole. Collective."""
+    def publish(self, *, copied: bool = False) -> None:
+        """Make the updated master weights the parameters: cast (unless ``copied``: the update has), and gather where
+        parameters are whole. Collective.
+        """
 
 
 class ShardedRoot(Protocol):
@@ -77,6 +89,9 @@ class ShardedRoot(Protocol):
     data_axis: Axis
     skip_nonfinite: bool
     precision: Any
+    device: torch.device
+    offload: Any
+    """Where states rest: a :class:`shardcore.offload.Offload`."""
 
     @property
     def groups(self) -> Sequence[ShardedGroup]:

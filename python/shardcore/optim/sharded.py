@@ -14,10 +14,14 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
+from shardcore.optim.restore import place_of, states_for
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
+from shardcore.optim.tiled import TiledUpdate
+from shardcore.optim.update import Update
 from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
@@ -77,12 +81,18 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     ) -> None:
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-        self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
+        offload = common_offload(roots)
+        self._on_host = offload.states is not None
+        tile_numel = offload.tile_numel if self._on_host else None
+        self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of, tile_numel)]
         self.inner = _build_inner(
             build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
+        if self._on_host:
+            self.inner = on_host(self.inner, roots)
+        self._update = _make_update(self.inner, self._pieces, roots[0])
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
             for key, value in inner.items():
                 public.setdefault(key, value)
@@ -199,11 +209,19 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             root.clear_gradients(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state: loads only into the same model on the same mesh."""
+        """This rank's optimizer state: loads into the same model on the same mesh, wherever its states rest."""
         options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        states: dict[Piece, dict[str, Any]] = {}
+
+        def collect(piece: Piece) -> None:
+            states[piece] = dict(self.inner.state.get(piece.tensor, {}))
+            if piece.group.master.numel() == 0:  # the states go back to the disk
+                states[piece] = copy.deepcopy(states[piece])
+
+        self._update.visit(self._pieces, collect)
         return {
-            "pieces": [(p.group.index, p.start, p.stop) for p in self._pieces],
-            "state": [self.inner.state.get(p.tensor, {}) for p in self._pieces],
+            "pieces": [place_of(p) for p in self._pieces],
+            "state": [states[p] for p in self._pieces],
             "param_groups": options,
             "loss_scale": self.loss_scale.state_dict(),
             "num_steps": self.num_steps,
@@ -216,27 +234,15 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         Raises:
             ConfigError: it comes from another model or mesh.
         """
-        self._match_pieces([tuple(p) for p in state_dict["pieces"]])
-        for piece, state in zip(self._pieces, state_dict["state"], strict=True):
-            self.inner.state[piece.tensor] = {
-                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
-            }
+        places = [(int(index), int(start), int(stop)) for index, start, stop in state_dict["pieces"]]
+        saved = states_for(self._pieces, places, state_dict["state"], self._split)
+        self._update.recover()
+        self._update.visit(self._pieces, lambda piece: _restore(self.inner.state[piece.tensor], saved[piece]))
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.num_steps = int(state_dict["num_steps"])
         self.num_skipped_steps = int(state_dict["num_skipped_steps"])
-
-    def _match_pieces(self, wanted: list[tuple[int, int, int]]) -> None:
-        """Cut pieces that were cut when the state was saved."""
-        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
-            for piece in list(self._pieces):
-                if (piece.group.index, piece.start, piece.stop) not in wanted:
-                    self._split(piece)
-        if [(p.group.index, p.start, p.stop) for p in self._pieces] != wanted:
-            raise ConfigError(
-                "optimizer state of another model, mesh or set of parameter groups; load it where it was saved"
-            )
 
     def _step(self) -> None:
         self.step_was_applied = False
@@ -247,7 +253,8 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
-        if not self._scale_gradients(groups, scale):
+        factor = self._gradient_factor(groups, scale)
+        if factor is None:
             self._skip(groups)
             return
         self.loss_scale.update(overflow=False)
@@ -256,46 +263,46 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             for g, flags in zip(groups, present, strict=True)
             for slot, flag in zip(g.slots, flags, strict=True)
         }
-        self._set_gradients(has_gradient)
+        self._run_update(groups, self._active_pieces(has_gradient), factor)
+        for group, flags in zip(groups, present, strict=True):
+            if any(flags):
+                group.publish(copied=self._update.writes_parameters(group))
+        self.num_steps += 1
+        self.step_was_applied = True
+
+    def _run_update(self, groups: Sequence[ShardedGroup], pieces: list[Piece], factor: float | torch.Tensor) -> None:
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
-        private.plain_step(self.inner)
-        for group, flags in zip(groups, present, strict=True):
-            if any(flags):
-                group.publish()
-        self.num_steps += 1
-        self.step_was_applied = True
-
-    def _scale_gradients(self, groups: Sequence[ShardedGroup], scale: float) -> bool:
-        """Unscale and clip in one pass. False if the step must be skipped for an inf or NaN on any rank."""
-        skips = any(root.skip_nonfinite for root in self._roots)
-        if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
-            self._norm = None
-            if scale != 1.0:
-                for group in groups:
-                    group.grad_shard.mul_(1 / scale)
-            return True
-        self._norm = norm = self._global_norm() / scale
-        if skips and not math.isfinite(norm):
-            return False
-        if self.max_grad_norm is None:
-            factor: float | torch.Tensor = 1 / scale
-        else:
-            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
-            factor = float(factor) if norm.device.type == "cpu" else factor
+        if self._on_host:
+            self._update.run(pieces, float(factor))
+            return
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             for group in groups:
                 group.grad_shard.mul_(factor)
-        return True
+        self._update.run(pieces, 1.0)
+
+    def _gradient_factor(self, groups: Sequence[ShardedGroup], scale: float) -> float | torch.Tensor | None:
+        """What unscales and clips the gradients. None if the step must be skipped for an inf or NaN on any rank."""
+        skips = any(root.skip_nonfinite for root in self._roots)
+        if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
+            self._norm = None
+            return 1 / scale
+        self._norm = norm = self._global_norm() / scale
+        if skips and not math.isfinite(norm):
+            return None
+        if self.max_grad_norm is None:
+            return 1 / scale
+        factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
+        return float(factor) if norm.device.type == "cpu" else factor
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
         total: torch.Tensor | None = None
         for root in self._roots:
             norms = [torch.linalg.vector_norm(group.grad_shard) for group in root.groups if group.trainable]
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum().to(root.device)
             squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
             total = squares if total is None else total + squares
         return cast(torch.Tensor, total).sqrt()
@@ -318,11 +325,14 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
                 self.num_skipped_steps,
             )
 
-    def _set_gradients(self, has_gradient: dict[nn.Parameter, bool]) -> None:
+    def _active_pieces(self, has_gradient: dict[nn.Parameter, bool]) -> list[Piece]:
+        """The pieces to update; those of which only a part has a gradient are cut."""
+        active: list[Piece] = []
         for piece in list(self._pieces):
             flags = {has_gradient[slot.param] for slot in piece.slots}
-            for part in self._split(piece) if len(flags) == 2 else [piece]:
-                part.set_gradient(active=has_gradient[part.slots[0].param])
+            parts = self._split(piece) if len(flags) == 2 else [piece]
+            active.extend(part for part in parts if has_gradient[part.slots[0].param])
+        return active
 
     def _split(self, piece: Piece) -> list[Piece]:
         parts = split(piece, self.inner)
@@ -342,6 +352,29 @@ def _build_inner(
         raise ConfigError(
             f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
         ) from error
+
+
+def _make_update(inner: torch.optim.Optimizer, pieces: list[Piece], root: ShardedRoot) -> Update:
+    """How updates run, by where states rest. Collective over the data-parallel axis."""
+    if root.offload.states == "nvme":
+        return TiledUpdate(inner, pieces, root)
+    if root.offload.states == "cpu":
+        allocate_states(inner, root.data_axis)
+    return Update(inner)
+
+
+def _restore(into: dict[str, Any], state: dict[str, Any]) -> None:
+    """Take over a saved state, in the memory that the present one has."""
+    for key in into.keys() - state.keys():
+        del into[key]
+    for key, value in state.items():
+        present = into.get(key)
+        if not isinstance(value, torch.Tensor):
+            into[key] = value
+        elif isinstance(present, torch.Tensor) and present.shape == value.shape:
+            present.copy_(value)
+        else:
+            into[key] = value.clone()
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

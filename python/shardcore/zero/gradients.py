@@ -42,12 +42,16 @@ class GroupGradients:
         sum_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        host_shard: torch.Tensor | None = None,
+        rests_on_host: bool = False,
     ) -> None:
         self.name = name
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
-        self._keep_whole = keep_whole or shard_axis.size == 1
+        self._host_shard = host_shard
+        self._rests_on_host = rests_on_host and not keep_whole
+        self._keep_whole = keep_whole or (shard_axis.size == 1 and not self._rests_on_host)
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
         self.exposed = expose
@@ -76,10 +80,19 @@ class GroupGradients:
 
     @property
     def shard(self) -> torch.Tensor:
-        """[shard_numel] the reduced mean gradient of this rank's shard (zeros before any reduction)."""
+        """[shard_numel] the reduced mean gradient of this rank's shard (zeros before any reduction), in host memory
+        where the update runs there.
+        """
+        return self._device_shard if self._host_shard is None else self._host_shard
+
+    @property
+    def _device_shard(self) -> torch.Tensor:
+        """Where reductions are summed up: in host memory too, if gradients rest there."""
         if self._keep_whole:
             self._allocate()
             return self._own
+        if self._shard is None and self._rests_on_host:
+            self._shard = self._host_shard
         if self._shard is None:
             self._shard = torch.zeros(self._own.shape, dtype=self._full.dtype, device=self._full.device)
         return self._shard
@@ -146,8 +159,10 @@ class GroupGradients:
         there.
         """
         if not self._reduced:
-            self.shard.zero_()
+            self._device_shard.zero_()
             self._reduced = True
+        if self._host_shard is not None and not self._rests_on_host:
+            self._host_shard.copy_(self._device_shard)
 
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
@@ -176,7 +191,7 @@ class GroupGradients:
                 for slot in self._slots:
                     slot.param.grad = None
         else:
-            self.shard.zero_()
+            self._device_shard.zero_()
             self._reduced = True
         if not self._keep_whole:
             self._resize(0)
@@ -229,12 +244,12 @@ class GroupGradients:
                 self._full.zero_()
 
     def _store_shard(self) -> None:
-        if self._shard is None:
+        if self._shard is None and not self._rests_on_host:
             self._shard = self._own.clone()
         elif self._reduced:
-            self._shard.add_(self._own)
+            self._device_shard.add_(self._own.to(self._device_shard.device))
         else:
-            self._shard.copy_(self._own)
+            self._device_shard.copy_(self._own)
         self._resize(0)
 
     def _is_open(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.offload import ShardMemory
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class
 from shardcore.zero.state import ParamState, check_move
@@ -38,7 +39,8 @@ class ShardGroup:
     """Parameters that share a unit, dtype and trainability.
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
-    ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit).
+    ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit and masters rest with
+    them). ``memory`` has those of them, and of gradients, that rest outside the device.
     """
 
     _is_guarded = False
@@ -55,6 +57,7 @@ class ShardGroup:
         shard_axis: Axis,
         replicate_axis: Axis,
         device: torch.device,
+        memory: ShardMemory | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -84,13 +87,15 @@ class ShardGroup:
         comm.broadcast(self.full, self.data_axis, 0, name).wait()
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
-        self.own = self.full[self._slice]
-        if self.releases and shard_axis.size > 1:
-            self.own = self.own.clone()
-        self.master = self._make_master(precision.master_dtype(dtype))
+        memory = memory or ShardMemory()
+        self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
+        self.own = self._make_own(memory.own)
+        self.master = self._make_master(precision.master_dtype(dtype), memory.master)
+        self.num_edits = 1
+        """How often masters were to be taken from the parameters anew; the first time is at the start."""
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
-        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
+        self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
         if self.releases:
             self.reshard()
 
@@ -130,9 +135,9 @@ class ShardGroup:
         if self.state is not ParamState.SHARDED:
             return
         self._move(ParamState.UNSHARDING)
-        if self._axis.size > 1:
+        if self._frees:
             self.full.untyped_storage().resize_(self._nbytes)
-            self.full[self._slice].copy_(self.own)
+            self.full[self._slice].copy_(self.own, non_blocking=True)
         name = f"{self.name} for state_dict" if self.exporting else self.name
         self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
 
@@ -156,7 +161,7 @@ class ShardGroup:
         self.unshard()
         self._move(ParamState.SHARDED)
         self.guard()
-        if self._axis.size > 1:
+        if self._frees:
             self.full.untyped_storage().resize_(0)
 
     def reshard_if_here(self, within_s: float) -> None:
@@ -164,13 +169,13 @@ class ShardGroup:
         if self._handle is None or self._handle.is_complete(within_s):
             self.reshard()
 
-    def publish(self) -> None:
+    def publish(self, *, copied: bool = False) -> None:
         """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits
-        for.
+        for. With ``copied`` the update has written ``own`` already.
         """
         if self.state is ParamState.UNSHARDING:
             self.unshard()
-        if self.master is not self.own:
+        if self.master is not self.own and not copied:
             self.own.copy_(self.master)
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
@@ -199,9 +204,10 @@ class ShardGroup:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.
         """
-        if self.releases and self._axis.size > 1:
+        if self._frees:
             self.own.copy_(self.full[self._slice])
-        if self.master is not self.own:
+        self.num_edits += 1
+        if self.master.numel() == self.own.numel() and self.master is not self.own:
             self.master.copy_(self.own)
         self._versions = self._parameter_versions()
 
@@ -243,12 +249,22 @@ class ShardGroup:
                 slot.param.data = view
                 slot.group = self
 
-    def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
+    def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
+        own = self.full[self._slice]
+        if memory is not None:
+            return memory.copy_(own)
+        return own.clone() if self._frees else own
+
+    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is not None:
+            return memory if memory.numel() == 0 else memory.copy_(self.own)
         if not self.trainable or dtype == self.full.dtype:
             return self.own
         return self.own.to(dtype)
 
-    def _make_gradients(self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis) -> GroupGradients:
+    def _make_gradients(
+        self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis, memory: ShardMemory
+    ) -> GroupGradients:
         return GroupGradients(
             self.name,
             self.layout,
@@ -260,6 +276,8 @@ class ShardGroup:
             sum_dtype=precision.sum_dtype(dtype),
             reduce_dtype=precision.reduce_dtype(dtype),
             device=self.full.device,
+            host_shard=memory.grad,
+            rests_on_host=memory.grad_rests,
         )
 
     def end_export(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.offload import Offload
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
 from shardcore.zero.window import Window
@@ -53,6 +54,7 @@ class Root:
         shard_axis: Axis,
         device: torch.device,
         limits: PrefetchLimits | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.module = module
         self.units = units
@@ -63,6 +65,7 @@ class Root:
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
+        self.offload = offload or Offload()
         self.window = Window(groups, plan.reduce_order, data_axis, policy)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)

@@ -10,6 +10,7 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh
+from shardcore.offload import Offload, ShardMemory, ShardSpec, place_shards
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
@@ -37,7 +38,7 @@ def shard(
     stage: int = 3,
     units: Units = "auto",
     precision: Precision | None = None,
-    offload: Any | None = None,
+    offload: Offload | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
@@ -55,6 +56,7 @@ def shard(
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
         gathered from forward to backward where it allows. None means two units besides what the model itself holds.
+        offload: which states rest in host memory or on a disk; see :class:`shardcore.Offload`.
         precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
@@ -64,15 +66,15 @@ def shard(
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an option that is not available yet.
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an offload that the stage does not have.
+        StorageError: less host memory than the offload needs, with the arithmetic.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
         RankMismatchError: ranks built different models.
     """
     policy = Policy(stage=stage)
     precision = precision or Precision()
-    if offload is not None:
-        raise ConfigError("shard(offload=...) is not available yet; leave it out")
+    _check_offload(offload, policy)
     if budget is not None and prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     if budget is not None:
@@ -88,7 +90,8 @@ def shard(
     shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
-    groups = _make_groups(assignment, shard_plan, policy, precision, shard_axis, replicate_axis, mesh.device)
+    memory = _place(offload, assignment, shard_plan, precision, mesh)
+    groups = _make_groups(assignment, shard_plan, policy, precision, shard_axis, replicate_axis, mesh.device, memory)
     root = Root(
         module,
         _make_units(module, assignment, shard_plan, groups),
@@ -100,6 +103,7 @@ def shard(
         shard_axis=shard_axis,
         device=mesh.device,
         limits=prefetch,
+        offload=offload or Offload(),
     )
     attach_root(module, root)
     hooks.install(root)
@@ -175,6 +179,44 @@ def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
             buffer.copy_(dense)
 
 
+def _check_offload(offload: Offload | None, policy: Policy) -> None:
+    if offload is None:
+        return
+    if not isinstance(offload, Offload):
+        raise ConfigError(f"shard(offload={offload!r}): expected shardcore.Offload(...), or None")
+    if offload.is_active and not policy.shards_states:
+        raise ConfigError(
+            f"shard(stage={policy.stage}, offload=...): at stage 0 every rank would keep and update the whole states; "
+            "use stage 1, 2 or 3"
+        )
+    if offload.params is not None and not policy.shards_params:
+        raise ConfigError(
+            f"shard(stage={policy.stage}, offload=Offload(params={offload.params!r})): parameters are whole on the "
+            "device all the time at this stage; use stage 3"
+        )
+
+
+def _place(
+    offload: Offload | None,
+    assignment: Assignment,
+    shard_plan: plan.ShardPlan,
+    precision: Precision,
+    mesh: Mesh,
+) -> list[ShardMemory]:
+    """Memory outside the device for the shards of all groups."""
+    if offload is None or not offload.is_active:
+        return [ShardMemory() for _ in shard_plan.groups]
+    specs = []
+    for unit_index, layout in shard_plan.groups:
+        params = assignment.units[unit_index].params
+        dtype = next((params[name].dtype for name, _, _ in layout.entries()), torch.float32)
+        master, grad = precision.master_dtype(dtype), precision.sum_dtype(dtype)
+        specs.append(
+            ShardSpec(numel=layout.shard_numel, param=dtype, master=master, grad=grad, trainable=layout.trainable)
+        )
+    return place_shards(offload, specs, mesh.device, mesh["dp"])
+
+
 def _make_groups(
     assignment: Assignment,
     shard_plan: plan.ShardPlan,
@@ -183,6 +225,7 @@ def _make_groups(
     shard_axis: Axis,
     replicate_axis: Axis,
     device: torch.device,
+    memory: list[ShardMemory],
 ) -> list[ShardGroup]:
     groups = []
     for index, (unit_index, layout) in enumerate(shard_plan.groups):
@@ -209,6 +252,7 @@ def _make_groups(
             shard_axis=shard_axis,
             replicate_axis=replicate_axis,
             device=device,
+            memory=memory[index],
         )
         for slot in slots:
             attach_slot(slot)
