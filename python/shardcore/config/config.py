@@ -15,6 +15,7 @@ from shardcore.config.sections import (
     FP16Config,
     GradientConfig,
     LoggingConfig,
+    OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
@@ -56,6 +57,8 @@ class Config:
     """Accumulation dtype."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """Sharding."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Homes outside the device."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
