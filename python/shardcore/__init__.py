@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardcore.mesh import Mesh as Mesh
     from shardcore.offload import Offload as Offload
     from shardcore.optim import optimizer as optimizer
+    from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardcore.zero import summon as summon
 
 _HOME = {
+    "Communication": "zero",
     "Engine": "engine",
     "Mesh": "mesh",
     "Offload": "offload",

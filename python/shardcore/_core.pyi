@@ -29,6 +29,7 @@ __all__ = [
     "check_boundaries",
     "check_host_memory",
     "convert",
+    "dequantize",
     "evaluation_schedule",
     "first_difference",
     "from_megatron_layout",
@@ -41,6 +42,8 @@ __all__ = [
     "plan_shards",
     "plan_swap",
     "prefetch",
+    "quantization_block",
+    "quantize",
     "schedule_names",
     "shard_layout",
     "sums_of_squares",
@@ -1138,6 +1141,21 @@ def convert(
     share no memory with anything here.
     """
 
+def dequantize(
+    codes: SupportsGetItem[int, Any],
+    scales: SupportsGetItem[int, Any],
+    targets: SupportsGetItem[int, Any],
+    *,
+    bits: SupportsIndex,
+    add: bool = False,
+    num_threads: SupportsIndex = 1,
+) -> None:
+    """
+    Reads codes back: each times the scale of its block, into the targets, or added to what these hold.
+
+    Tensors are those of ``quantize``; the targets are fp32, bf16 or fp16. Raises ``ConfigError`` for others.
+    """
+
 def evaluation_schedule(
     placement: SupportsGetItem[int, SupportsIndex], num_microbatches: SupportsIndex, *, num_chains: SupportsIndex = 1
 ) -> PipelineSchedule:
@@ -1317,6 +1335,28 @@ def prefetch(
 
     Raises ``PlanError`` if the units in use at one moment exceed the budget (the message names the smallest workable
     one), for a unit without a size and for numbers out of range.
+    """
+
+def quantization_block() -> int:
+    """
+    Numbers that share a scale.
+    """
+
+def quantize(
+    sources: SupportsGetItem[int, Any],
+    codes: SupportsGetItem[int, Any],
+    scales: SupportsGetItem[int, Any],
+    *,
+    bits: SupportsIndex,
+    residuals: SupportsGetItem[int, Any] | None = None,
+    num_threads: SupportsIndex = 1,
+) -> None:
+    """
+    Quantises each source into codes of ``bits`` bits (8, or 4: two in a byte) and one fp32 scale per block.
+
+    All are contiguous CPU tensors: sources fp32, bf16 or fp16, codes uint8, scales fp32. A bf16 residual is added to
+    its source first and becomes what rounding took away. What is written shares no memory with anything else here.
+    Raises ``ConfigError`` for other tensors.
     """
 
 def schedule_names() -> list[str]:

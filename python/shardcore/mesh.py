@@ -49,6 +49,21 @@ class Axis:
         return f"{self.ranks[0]}.{self.size}.{crc32(repr(self.ranks).encode()):08x}"
 
 
+@dataclass(frozen=True, eq=False)
+class Split:
+    """An axis cut into blocks of neighbouring ranks, such as those of a node."""
+
+    axis: Axis
+    """The whole axis, its ranks ordered by their place inside the block first, and by block second. In this order the
+    shards that one place holds in all blocks lie in a row, so that collectives over ``across`` and then ``inside``
+    work in place on a flat buffer.
+    """
+    inside: Axis
+    """The ranks of this rank's block."""
+    across: Axis
+    """The ranks at this rank's place, one of each block."""
+
+
 def init_process_group(device: str | None = None) -> None:
     """Join the job that the launcher described in the environment; a single process joins nothing.
 
@@ -83,7 +98,10 @@ class Mesh:
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         ep: expert parallel size; must divide ``dp``.
         replicate: number of copies of the sharded model (hybrid sharding); must divide ``dp``.
+        shard: number of ranks over which each copy is sharded; another way to say ``replicate = dp / shard``.
         replicate_inside: put the copies inside the node and the shards across nodes.
+        ranks_per_node: how many consecutive ranks share a node; None takes ``LOCAL_WORLD_SIZE`` from the environment,
+            as launchers set it. Only what depends on nodes asks for it.
         device: ``"cpu"`` or ``"cuda"``; None means CUDA where present.
 
     Raises:
@@ -98,8 +116,10 @@ class Mesh:
         pp: int = 1,
         cp: int = 1,
         ep: int = 1,
-        replicate: int = 1,
+        replicate: int | None = None,
+        shard: int | None = None,
         replicate_inside: bool = False,
+        ranks_per_node: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self.device = torch.device(device) if device is not None else default_device()
@@ -109,12 +129,14 @@ class Mesh:
         init_process_group(self.device.type)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        dp = _check_sizes(self.world, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=replicate)
-        shape = {"pp": pp, "replicate": replicate, "shard": dp // replicate, "cp": cp, "tp": tp}
+        replicate, shard = _check_sizes(self.world, dp, replicate, shard, tp=tp, pp=pp, cp=cp, ep=ep)
+        shape = {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
         order = ("pp", "shard", "replicate", "cp", "tp") if replicate_inside else _AXES
         self._grid = torch.arange(self.world).reshape([shape[name] for name in order])
         self._order = order
         self.ep = ep
+        self._ranks_per_node = _check_ranks_per_node(ranks_per_node, self.world)
+        self._splits: dict[tuple[str, int], Split] = {}
         self._axes = {name: self._make_axis(name, (name,)) for name in _AXES}
         self._axes["dp"] = self._make_dp()
 
@@ -157,6 +179,61 @@ class Mesh:
             atexit.register(_destroy_process_group)
         return DeviceMesh(self.device.type, self._grid, mesh_dim_names=self._order)
 
+    @cached_property
+    def ranks_per_node(self) -> int | None:
+        """How many consecutive ranks share a node; None where that is not known, or differs between nodes. Collective
+        over all ranks on first use.
+        """
+        if self._ranks_per_node is not None or self.world == 1:
+            return self._ranks_per_node or 1
+        told = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        extremes = torch.tensor([told, -told])
+        dist.all_reduce(extremes, dist.ReduceOp.MIN)
+        least, most = extremes[0].item(), -extremes[1].item()
+        return int(least) if least == most and least > 0 and self.world % int(least) == 0 else None
+
+    def num_in_node(self, name: str) -> int:
+        """How many neighbours along the axis share a node: its blocks for :meth:`split`. Collective on first use.
+
+        Raises:
+            ConfigError: it is not known which ranks share a node.
+        """
+        per_node = self.ranks_per_node
+        if per_node is None:
+            raise ConfigError(
+                f"which of the {self.world} ranks share a node is not known: LOCAL_WORLD_SIZE is not set, or differs "
+                "between nodes. Start the job by shardcore-launch or torchrun with as many processes on every "
+                "node, or give shardcore.Mesh(ranks_per_node=...)"
+            )
+        nodes = [[rank // per_node for rank in row] for row in self._rows((name,))]
+        count = next((i for i, node in enumerate(nodes[0]) if node != nodes[0][0]), len(nodes[0]))
+        even = all(row[i : i + count] == [row[i]] * count for row in nodes for i in range(0, len(row), count))
+        return count if even and len(nodes[0]) % count == 0 else 1
+
+    def split(self, name: str, num_inside: int) -> Split:
+        """Cut the axis into blocks of ``num_inside`` neighbours. Collective over all ranks; a second call returns the
+        same.
+
+        Raises:
+            ConfigError: ``num_inside`` does not divide the axis.
+        """
+        axis = self[name]
+        if num_inside < 1 or axis.size % num_inside:
+            raise ConfigError(
+                f"axis {name!r} of {axis.size} ranks cannot be cut into blocks of {num_inside}; choose a divisor of "
+                f"{axis.size}"
+            )
+        if (name, num_inside) not in self._splits:
+            rows = [[row[i : i + num_inside] for i in range(0, len(row), num_inside)] for row in self._rows((name,))]
+            inside = self._join(f"{name} inside", [block for blocks in rows for block in blocks])
+            columns = [list(column) for blocks in rows for column in zip(*blocks, strict=True)]
+            across = self._join(f"{name} across", columns)
+            mine = next(blocks for blocks in rows if any(self.rank in block for block in blocks))
+            ranks = tuple(rank for column in zip(*mine, strict=True) for rank in column)
+            whole = Axis(name, ranks, ranks.index(self.rank), axis.group, self)
+            self._splits[name, num_inside] = Split(whole, inside, across)
+        return self._splits[name, num_inside]
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={self._axes[name].size}" for name in _AXES)
         return f"Mesh({sizes}; rank {self.rank} of {self.world}, {self.device.type})"
@@ -170,10 +247,19 @@ class Mesh:
         return self._make_axis("dp", ("replicate", "shard"))
 
     def _make_axis(self, name: str, dims: tuple[str, ...]) -> Axis:
-        """Make the process groups along ``dims``, on all ranks in the same order, and return this rank's."""
+        return self._join(name, self._rows(dims))
+
+    def _rows(self, dims: tuple[str, ...]) -> list[list[int]]:
+        """The ranks along ``dims``, one row for each place on the other axes; the same on all ranks."""
         kept = [self._order.index(dim) for dim in dims]
         rest = [i for i in range(len(self._order)) if i not in kept]
-        rows = self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept)).tolist()
+        rows: list[list[int]] = (
+            self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept)).tolist()
+        )
+        return rows
+
+    def _join(self, name: str, rows: list[list[int]]) -> Axis:
+        """Make the process groups of ``rows``, on all ranks in the same order, and return this rank's."""
         mine: Axis | None = None
         for row in rows:
             if len(row) == 1:
@@ -189,10 +275,11 @@ class Mesh:
         return mine
 
 
-def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
-    """The data-parallel size that fits ``world``, or a ConfigError naming every size."""
-    given = {"dp": dp, **sizes}
-    text = f"Mesh({', '.join(f'{k}={v}' for k, v in given.items())}) on {world} ranks"
+def _check_sizes(world: int, dp: int | None, replicate: int | None, shard: int | None, **sizes: int) -> tuple[int, int]:
+    """(replicate, shard) sizes that fit ``world``, or a ConfigError naming every size."""
+    given = {"dp": dp, **sizes, "replicate": replicate, "shard": shard}
+    shown = {k: v for k, v in given.items() if k not in ("replicate", "shard") or v is not None}
+    text = f"Mesh({', '.join(f'{k}={v}' for k, v in shown.items())}) on {world} ranks"
     for name, num_ranks in given.items():
         if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
             raise ConfigError(f"{text}: {name} must be a whole number of at least 1, got {num_ranks!r}")
@@ -208,10 +295,27 @@ def _check_sizes(world: int, *, dp: int | None, **sizes: int) -> int:
             f"{text}: dp x tp x pp x cp = {dp * model}, expected {world}; leave dp out (it becomes {left}) or "
             f"start {dp * model} ranks"
         )
-    for name in ("replicate", "ep"):
-        if left % sizes[name]:
+    for name, num_ranks in (("replicate", replicate), ("shard", shard), ("ep", sizes["ep"])):
+        if num_ranks is not None and left % num_ranks:
             raise ConfigError(
-                f"{text}: {name}={sizes[name]} does not divide the {left} data-parallel ranks; choose a divisor "
-                f"of {left}"
+                f"{text}: {name}={num_ranks} does not divide the {left} data-parallel ranks; choose a divisor of {left}"
             )
-    return left
+    if shard is None:
+        return replicate or 1, left // (replicate or 1)
+    if replicate is not None and replicate * shard != left:
+        raise ConfigError(
+            f"{text}: replicate x shard = {replicate * shard}, expected the {left} data-parallel ranks; give one of "
+            "the two"
+        )
+    return left // shard, shard
+
+
+def _check_ranks_per_node(ranks_per_node: int | None, world: int) -> int | None:
+    if ranks_per_node is not None and (
+        not isinstance(ranks_per_node, int) or ranks_per_node < 1 or world % ranks_per_node
+    ):
+        raise ConfigError(
+            f"Mesh(ranks_per_node={ranks_per_node!r}) on {world} ranks: expected a divisor of {world}; leave it out to "
+            "take LOCAL_WORLD_SIZE from the launcher"
+        )
+    return ranks_per_node

@@ -131,6 +131,14 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
     "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
+    "zero_optimization.replicate_size": 1,
+    "zero_optimization.replicate_inside": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.mics_hierarchical_params_gather": False,
     "zero_optimization.overlap_comm": True,  # DeepSpeed: at stage 3 only; here it changes no number at any stage
     "zero_optimization.sub_group_size": None,  # DeepSpeed: 1e9, which leaves nothing to overlap
     "zero_optimization.offload_param.device": "none",

@@ -48,6 +48,28 @@ def test_a6_a_limit_may_be_zero_which_turns_it_off_but_not_negative(path: str) -
     assert problems(nested(path, -1)) == [f"{path}: expected an integer >= 0, got -1"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "least"),
+    [
+        ("mics_shard_size", 2, 1),
+        ("replicate_size", 2, 1),
+        ("zero_quantized_gradients", True, 1),
+        ("zero_quantized_weights", True, 3),
+        ("zero_quantized_nontrainable_weights", True, 3),
+        ("zero_hpz_partition_size", 2, 3),
+    ],
+)
+def test_what_travels_otherwise_needs_a_stage_that_has_a_use_for_it(key: str, value: Any, least: int) -> None:
+    load(zero_optimization={"stage": least, key: value})
+    (problem,) = problems({"zero_optimization": {"stage": least - 1, key: value}})
+    assert problem.startswith(f"zero_optimization.{key}: expected stage {least} or above, got stage {least - 1}")
+
+
+def test_copies_are_counted_once() -> None:
+    (problem,) = problems({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "replicate_size": 2}})
+    assert "give one of them" in problem
+
+
 def test_a6_a_bucket_of_one_element_is_fine() -> None:
     assert load(zero_optimization={"reduce_bucket_size": 1}).zero.reduce_bucket_size == 1
 

@@ -18,12 +18,12 @@ SCRIPT = REPO / "examples" / "train_gpt.py"
 SHORT = ["--steps", "12", "--batch", "4", "--seq", "32", "--log-every", "4", "--validate-every", "6"]
 
 
-def run(out: Path, *options: str, world: int = 1, status: int = 0) -> list[str]:
+def run(out: Path, *options: str, world: int = 1, status: int = 0, timeout: int = 110) -> list[str]:
     """Lines that training prints."""
     launcher = Path(sys.executable).with_name("shardcore-launch")
     program = [sys.executable] if world == 1 else [launcher, "--nproc-per-node", str(world)]
     result = subprocess.run(
-        [*program, SCRIPT, "--out", out, *options], capture_output=True, text=True, timeout=110, check=False
+        [*program, SCRIPT, "--out", out, *options], capture_output=True, text=True, timeout=timeout, check=False
     )
     assert result.returncode == status, result.stdout + result.stderr
     return (result.stdout + result.stderr * bool(status)).splitlines()
@@ -87,6 +87,24 @@ def test_the_engine_gives_what_the_loop_gives(tmp_path: Path) -> None:
     lines = run(tmp_path, *SHORT[:2], *SHORT[4:], "--config", str(tmp_path / "ds.json"), world=2)
     assert re.fullmatch(r"val loss \d\.\d\d", lines[-1])
     assert losses(lines)[-1] < 5.3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_quantised_travel_costs_less_than_a_percent_of_the_loss(tmp_path: Path) -> None:
+    """200 steps of the main job at stage 3, in full and quantised: int8 gathers and int4 reductions."""
+    config = json.loads((REPO / "examples" / "zero2.json").read_text())
+    config["scheduler"]["params"]["total_num_steps"] = 200
+    found = {}
+    for name, keys in (
+        ("full", {}),
+        ("quantised", {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**config, "zero_optimization": {"stage": 3, **keys}}))
+        options = ["--steps", "200", "--validate-every", "100", "--config", str(tmp_path / f"{name}.json")]
+        found[name] = losses(run(tmp_path / name, *options, world=2, timeout=900))
+    assert found["quantised"] != found["full"]
+    assert found["quantised"][-1] == pytest.approx(found["full"][-1], rel=0.01)
 
 
 def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:

@@ -99,7 +99,22 @@ def test_we_read_what_torch_generates(
         assert ours.is_lowered == (form == "compute_comms")
         assert (ours.num_ranks, ours.num_microbatches) == (num_ranks, num_microbatches)
         assert ours.placement == [theirs.stage_index_to_group_rank[stage] for stage in range(ours.num_stages)]
-        ours.check(comm="buffered")
+        ours.check()  # under the communication that reading found it fit for
+
+
+def test_a_file_is_declared_for_the_strictest_communication_it_runs_under() -> None:
+    lowered = plan.pipeline_schedule("1f1b", num_ranks=2, num_microbatches=4).lower()
+    assert plan.PipelineSchedule.from_torch_csv(lowered.to_torch_csv()).comm == "blocking"
+    # Both ranks reach a send on the pair first: rank 0 the second forward, rank 1 the first gradient.
+    receives_late = (
+        "0F0,0SEND_F0,0F1,0WAIT_SEND_F0,0SEND_F1,0WAIT_SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\r\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1WAIT_SEND_B1\r\n"
+    )
+    schedule = plan.PipelineSchedule.from_torch_csv(receives_late)
+    assert schedule.comm == "directed"
+    schedule.check()
+    with pytest.raises(PlanError, match="pair-fifo"):
+        schedule.check(comm="pair-fifo")
 
 
 def test_waits_stand_where_torch_wants_them() -> None:

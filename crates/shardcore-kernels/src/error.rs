@@ -15,6 +15,9 @@ pub enum KernelError {
     #[error("{what} has {found} elements, the parameter {expected}: all tensors of one update have the same number")]
     LengthMismatch { what: &'static str, expected: usize, found: usize },
 
+    #[error("{what} have {found} elements: this many numbers need {expected}")]
+    QuantizedLength { what: &'static str, expected: usize, found: usize },
+
     #[error("{rule} keeps {expected} states for each element, got {found}")]
     StateCount { rule: &'static str, expected: usize, found: usize },
 

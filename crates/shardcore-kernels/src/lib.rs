@@ -6,6 +6,7 @@
 //! | [`update`] | one step of whole tensors in one pass: unscale, clip, update, 16-bit copy |
 //! | [`norm`] | sums of squares |
 //! | [`cast`] | fp32, bf16 and fp16 into each other |
+//! | [`quantize`] | int8 and int4 codes with a scale per block, and back |
 //! | [`half`] | single bf16 and fp16 numbers |
 //!
 //! Results are the same bits for every set of vector instructions, every number of threads and every way in which
@@ -18,6 +19,7 @@
 pub mod cast;
 pub mod half;
 pub mod norm;
+pub mod quantize;
 pub mod rule;
 pub mod update;
 
@@ -31,6 +33,7 @@ mod values;
 pub use cast::Cast;
 pub use error::{KernelError, Result};
 pub use isa::Isa;
+pub use quantize::{Bits, Dequantize, Quantize};
 pub use random::Stream;
 pub use rule::{Options, Rule};
 pub use update::Update;

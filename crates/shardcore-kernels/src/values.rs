@@ -99,6 +99,16 @@ impl ValuesMut<'_> {
         }
     }
 
+    /// The tile at `start`, to be read.
+    #[inline(always)]
+    pub(crate) fn load(&self, start: usize, tile: &mut Tile) {
+        match self {
+            Self::F32(slice) => Values::F32(slice).load(start, 1.0, tile),
+            Self::Bf16(slice) => Values::Bf16(slice).load(start, 1.0, tile),
+            Self::F16(slice) => Values::F16(slice).load(start, 1.0, tile),
+        }
+    }
+
     /// Writes the tile at `start`, rounded to nearest; the part of it beyond the end is dropped. `streaming` sends
     /// 16-bit numbers to memory past the caches.
     #[inline(always)]

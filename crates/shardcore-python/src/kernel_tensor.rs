@@ -21,14 +21,25 @@ pub(crate) enum Element {
     F16,
     /// The 16 bits that a bf16 lacks.
     I16,
+    /// Codes of quantised numbers.
+    U8,
 }
 
 impl Element {
-    const ALL: [(Self, &'static str); 4] =
-        [(Self::F32, "float32"), (Self::Bf16, "bfloat16"), (Self::F16, "float16"), (Self::I16, "int16")];
+    const ALL: [(Self, &'static str); 5] = [
+        (Self::F32, "float32"),
+        (Self::Bf16, "bfloat16"),
+        (Self::F16, "float16"),
+        (Self::I16, "int16"),
+        (Self::U8, "uint8"),
+    ];
 
     pub(crate) fn itemsize(self) -> usize {
-        if self == Self::F32 { 4 } else { 2 }
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 | Self::I16 => 2,
+            Self::U8 => 1,
+        }
     }
 
     pub(crate) fn name(self) -> &'static str {
@@ -38,7 +49,7 @@ impl Element {
 
 /// torch's dtype objects, in the order of [`Element::ALL`], and its strided layout.
 struct Torch {
-    dtypes: [Py<PyAny>; 4],
+    dtypes: [Py<PyAny>; 5],
     strided: Py<PyAny>,
 }
 
@@ -48,8 +59,8 @@ impl Torch {
         TORCH.get_or_try_init(py, || {
             // Whoever has a tensor has imported torch.
             let torch = py.import("torch")?;
-            let [f32, bf16, f16, i16] = Element::ALL.map(|(_, name)| torch.getattr(name));
-            let dtypes = [f32?.unbind(), bf16?.unbind(), f16?.unbind(), i16?.unbind()];
+            let [f32, bf16, f16, i16, u8] = Element::ALL.map(|(_, name)| torch.getattr(name));
+            let dtypes = [f32?.unbind(), bf16?.unbind(), f16?.unbind(), i16?.unbind(), u8?.unbind()];
             Ok(Self { dtypes, strided: torch.getattr("strided")?.unbind() })
         })
     }
@@ -161,7 +172,7 @@ impl KernelTensor {
                 Element::F32 => Some(Values::F32(self.slice())),
                 Element::Bf16 => Some(Values::Bf16(self.slice())),
                 Element::F16 => Some(Values::F16(self.slice())),
-                Element::I16 => None,
+                Element::I16 | Element::U8 => None,
             }
         }
     }
@@ -177,7 +188,7 @@ impl KernelTensor {
                 Element::F32 => Some(ValuesMut::F32(self.slice_mut())),
                 Element::Bf16 => Some(ValuesMut::Bf16(self.slice_mut())),
                 Element::F16 => Some(ValuesMut::F16(self.slice_mut())),
-                Element::I16 => None,
+                Element::I16 | Element::U8 => None,
             }
         }
     }
@@ -188,6 +199,26 @@ impl KernelTensor {
     /// As for [`values_mut`](Self::values_mut); the elements have 16 bits.
     pub(crate) unsafe fn bits_mut<'a>(&self) -> &'a mut [u16] {
         debug_assert_eq!(self.element.itemsize(), 2);
+        // SAFETY: as in `values`.
+        unsafe { self.slice_mut() }
+    }
+
+    /// The bytes of uint8 elements.
+    ///
+    /// # Safety
+    /// As for [`values`](Self::values); the elements are bytes.
+    pub(crate) unsafe fn bytes<'a>(&self) -> &'a [u8] {
+        debug_assert_eq!(self.element, Element::U8);
+        // SAFETY: as in `values`.
+        unsafe { self.slice() }
+    }
+
+    /// The bytes of uint8 elements, to be written.
+    ///
+    /// # Safety
+    /// As for [`values_mut`](Self::values_mut); the elements are bytes.
+    pub(crate) unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
+        debug_assert_eq!(self.element, Element::U8);
         // SAFETY: as in `values`.
         unsafe { self.slice_mut() }
     }

@@ -16,6 +16,7 @@ mod partition;
 mod plan;
 mod prefetch;
 mod prefetch_args;
+mod quantize;
 mod schedule;
 mod schedule_args;
 mod simulation;
@@ -45,6 +46,8 @@ mod _core {
     use crate::plan::{PyShardLayout, PyShardPlan, first_difference, groups, plan_shards, shard_layout};
     #[pymodule_export]
     use crate::prefetch::{PyPrefetchCoordinator, PyPrefetchPlan, prefetch};
+    #[pymodule_export]
+    use crate::quantize::{dequantize_tensors, quantization_block, quantize_tensors};
     #[pymodule_export]
     use crate::schedule::{PyPipelineSchedule, evaluation_schedule, pipeline_schedule, schedule_names};
     #[pymodule_export]

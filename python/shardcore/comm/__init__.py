@@ -13,8 +13,12 @@ from shardcore.comm.collectives import (
     reduce_shards,
     reset_traffic,
     traffic,
+    traffic_by_edge,
 )
 from shardcore.comm.program import Program
+from shardcore.comm.quantized import packed_nbytes
+from shardcore.comm.route import Coding, Route
+from shardcore.comm.steps import After
 from shardcore.comm.watch import (
     RankFailedError,
     check_level,
@@ -25,9 +29,12 @@ from shardcore.comm.watch import (
 )
 
 __all__ = [
+    "After",
+    "Coding",
     "Handle",
     "Program",
     "RankFailedError",
+    "Route",
     "agree_on",
     "all_reduce",
     "broadcast",
@@ -36,6 +43,7 @@ __all__ = [
     "exchange",
     "gather_shards",
     "max_over_ranks",
+    "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_shards",
@@ -43,4 +51,5 @@ __all__ = [
     "reset_traffic",
     "sum_over_ranks",
     "traffic",
+    "traffic_by_edge",
 ]

@@ -23,6 +23,7 @@ from shardcore.comm.program import Program
 from shardcore.mesh import Axis
 
 _traffic: Counter[str] = Counter()
+_edges: Counter[tuple[int, int]] = Counter()
 
 
 class Handle:
@@ -68,7 +69,7 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """Fill ``full`` [W x shard_numel] with every rank's own shard; this rank's must be in its place already."""
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record(axis, "gather", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    entry = _record_shards("gather", full, axis, unit)
     if program is not None:
         program.enter(entry)
     shards = _shards(full, axis)
@@ -88,7 +89,7 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record(axis, "reduce", unit, full, full.nbytes // axis.size * (axis.size - 1))
+    entry = _record_shards("reduce", full, axis, unit)
     if program is not None:
         program.enter(entry)
     shards = _shards(full, axis)
@@ -102,7 +103,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, unit: str, *, maximum: bool = F
     """Sum (or take the maximum of) ``tensor`` over the axis, in place."""
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
-    entry = _record(axis, "all-reduce", unit, tensor, 2 * tensor.nbytes // axis.size * (axis.size - 1))
+    nbytes = 2 * tensor.nbytes // axis.size * (axis.size - 1)
+    entry = _record(axis, "all-reduce", unit, tensor, nbytes, {} if maximum else {axis.rank - 1: nbytes})
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     return Handle((_work(dist.all_reduce(tensor, op, group=axis.group, async_op=True)),), entry)
 
@@ -111,8 +113,27 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int, unit: str) -> Handl
     """Copy the ``tensor`` of the axis's ``source``-th rank to all its ranks, in place."""
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
-    entry = _record(axis, "broadcast", unit, tensor, tensor.nbytes)
+    received = {} if axis.rank == source else {source: tensor.nbytes}
+    entry = _record(axis, "broadcast", unit, tensor, tensor.nbytes, received)
     return Handle((_broadcast(tensor, axis, source),), entry)
+
+
+def swap_shards(
+    sent: torch.Tensor, received: torch.Tensor, axis: Axis, unit: str, program: Program | None = None
+) -> Handle:
+    """Give each rank its shard of ``sent`` [W x shard_numel], and get theirs: shard i of ``received`` is rank i's.
+    This rank's own shard of ``received`` is left undefined.
+    """
+    if axis.size == 1 or sent.numel() == 0:
+        return DONE
+    entry = _record_shards("swap", sent, axis, unit)
+    if program is not None:
+        program.enter(entry)
+    link = None if sent.is_cuda else neighbours.link_of(axis)
+    if link is None:
+        return Handle((_all_to_all(received, sent, axis),), entry)
+    parts, start = _shards(received, axis), sent.nbytes // axis.size * axis.rank
+    return Handle((neighbours.exchange(link, entry, sent, [(i, start, parts[i]) for i in _others(axis)]),), entry)
 
 
 def traffic() -> dict[str, int]:
@@ -122,9 +143,19 @@ def traffic() -> dict[str, int]:
     return dict(_traffic)
 
 
+def traffic_by_edge() -> dict[tuple[int, int], int]:
+    """Since the last reset: bytes that this rank takes from each other one, by (their rank, this rank).
+
+    Counted is what each collective hands over, whatever way the transport goes: shards from their owners, and the
+    parts of a sum around a ring. Maxima, by which ranks agree on flags, are not counted.
+    """
+    return dict(_edges)
+
+
 def reset_traffic() -> None:
     """Start counting anew."""
     _traffic.clear()
+    _edges.clear()
 
 
 def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis, entry: watch.Entry) -> Handle:
@@ -186,7 +217,19 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _record(axis: Axis, operation: str, unit: str, tensor: torch.Tensor, sent_nbytes: int) -> watch.Entry:
+def _record_shards(operation: str, full: torch.Tensor, axis: Axis, unit: str) -> watch.Entry:
+    """Each rank takes one shard from each other."""
+    shard_nbytes = full.nbytes // axis.size
+    received = dict.fromkeys(_others(axis), shard_nbytes)
+    return _record(axis, operation, unit, full, shard_nbytes * (axis.size - 1), received)
+
+
+def _record(
+    axis: Axis, operation: str, unit: str, tensor: torch.Tensor, sent_nbytes: int, received: dict[int, int]
+) -> watch.Entry:
+    """Count a collective; ``received`` is the bytes that come from each position of the axis."""
     _traffic[operation] += sent_nbytes
     _traffic[f"{operation}.calls"] += 1
+    for position, nbytes in received.items():
+        _edges[axis.ranks[position], axis.ranks[axis.rank]] += nbytes
     return watch.record(axis, operation, unit, tensor.numel())

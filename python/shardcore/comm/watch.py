@@ -61,6 +61,8 @@ class _Board:
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
     links: dict[str, HostLink | None] = field(default_factory=dict)
     """Per axis: how its ranks read each other's memory, if they may."""
+    queues: dict[str, deque[Any]] = field(default_factory=dict)
+    """Per axis: collectives of several steps whose later steps have not started, in order."""
 
 
 _board: _Board | None = None

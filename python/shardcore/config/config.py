@@ -15,6 +15,7 @@ from shardcore.config.sections import (
     FP16Config,
     GradientConfig,
     LoggingConfig,
+    NetworkConfig,
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
@@ -59,6 +60,8 @@ class Config:
     """Sharding."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Homes outside the device."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """Shards and copies over the ranks, and how they travel."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

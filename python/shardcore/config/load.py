@@ -49,6 +49,7 @@ def load_config(
     sections = _sections(findings, drop_in)
     _check_precision(sections, findings)
     _check_offload(sections, findings)
+    _check_network(sections, findings)
     config = Config(
         **sections,
         drop_in=drop_in,
@@ -140,6 +141,29 @@ def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
         )
     if offload.optimizer_device == "nvme" and offload.optimizer_path is None:
         findings.problems.append(f'{section}_optimizer.nvme_path: missing; "nvme" needs the folder of the disk')
+
+
+def _check_network(sections: Mapping[str, Any], findings: Findings) -> None:
+    """What travels must have a use at this stage, and the shards have one size."""
+    network, stage = sections["network"], sections["zero"].stage
+    for key, is_on, least in (
+        ("mics_shard_size", network.mics_shard_size > 0, 1),
+        ("replicate_size", network.replicate_size > 1, 1),
+        ("zero_quantized_gradients", network.quantized_gradients, 1),
+        ("zero_quantized_weights", network.quantized_weights, 3),
+        ("zero_quantized_nontrainable_weights", network.quantized_frozen_weights, 3),
+        ("zero_hpz_partition_size", network.hpz_partition_size > 1, 3),
+    ):
+        if is_on and stage < least:
+            findings.problems.append(
+                f"zero_optimization.{key}: expected stage {least} or above, got stage {stage}, which has no use for "
+                "it; raise the stage, or take the key out"
+            )
+    if network.mics_shard_size > 0 and network.replicate_size > 1:
+        findings.problems.append(
+            "zero_optimization.mics_shard_size and zero_optimization.replicate_size both say how many copies there "
+            "are; give one of them"
+        )
 
 
 def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:

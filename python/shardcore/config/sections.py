@@ -146,6 +146,28 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """Over which ranks shards are cut, and in what form they travel."""
+
+    mics_shard_size: int = -1
+    """Ranks over which one copy of the model is sharded (MiCS); -1 or 0: all of them, or as ``replicate_size`` says."""
+    replicate_size: int = 1
+    """Copies of the sharded model."""
+    replicate_inside: bool = False
+    """Whether the copies lie inside the node and the shards across nodes."""
+    hierarchical: bool = False
+    """Whether shards cross nodes and are handed on inside each in two steps."""
+    hpz_partition_size: int = 1
+    """Neighbouring ranks over which stage 3 cuts a second shard for backward; 1 keeps none."""
+    quantized_weights: bool = False
+    """Whether stage 3 gathers parameters in int8."""
+    quantized_frozen_weights: bool = False
+    """Whether stage 3 gathers parameters that are not trained in int8."""
+    quantized_gradients: bool = False
+    """Whether gradients are reduced in int4, with error feedback."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """The loader that the engine builds from ``training_data``."""
 
@@ -177,6 +199,7 @@ SECTIONS: dict[str, type] = {
     "data_types": DataTypesConfig,
     "zero": ZeroConfig,
     "offload": OffloadConfig,
+    "network": NetworkConfig,
     "data": DataConfig,
     "logging": LoggingConfig,
 }

@@ -147,15 +147,14 @@ _DATA_TYPES: dict[str, Entry] = {
 }
 
 # --------------------------------------------------------------------------------------- zero_optimization
-_QUANTISED = "quantised collectives"
 _IN_PLACE = "a group's flat buffer serves the collective in place"
 _ON_DISK = "takes effect with parameters on a disk, which is refused"
 _ZERO: dict[str, Entry] = {
     "stage": Field("zero.stage", integer(low=0, high=3)),
     "reduce_bucket_size": Field("zero.reduce_bucket_size", SIZE),
     "overlap_comm": Ignored("reduction always overlaps backward; the result is the same", BOOL),
-    "replicate_size": _later("hybrid sharding", SIZE, 1),
-    "replicate_inside": _later("hybrid sharding"),
+    "replicate_size": Field("network.replicate_size", SIZE),
+    "replicate_inside": Field("network.replicate_inside", BOOL),
     "contiguous_gradients": Ignored("gradients always live in one flat buffer per group", BOOL),
     "reduce_scatter": Ignored("stages 1 to 3 always reduce by reduce-scatter", BOOL),
     "use_multi_rank_bucket_allreduce": Ignored("there is always one collective per bucket", BOOL),
@@ -179,13 +178,13 @@ _ZERO: dict[str, Entry] = {
     ),
     "legacy_stage1": Removed("there is one way to shard for all stages"),
     "round_robin_gradients": Ignored("every rank owns an equal share of each group", BOOL),
-    "zero_hpz_partition_size": _later("secondary shards inside the node", SIZE, 1),
-    "zero_quantized_weights": _later(_QUANTISED),
-    "zero_quantized_nontrainable_weights": _later(_QUANTISED),
-    "zero_quantized_gradients": _later(_QUANTISED),
-    "zeropp_loco_param": _later(_QUANTISED, MAPPING, {}),
-    "mics_shard_size": _later("sharding over a part of the ranks", integer(low=-1), -1, 0),
-    "mics_hierarchical_params_gather": _later("hierarchical gathers"),
+    "zero_hpz_partition_size": Field("network.hpz_partition_size", SIZE),
+    "zero_quantized_weights": Field("network.quantized_weights", BOOL),
+    "zero_quantized_nontrainable_weights": Field("network.quantized_frozen_weights", BOOL),
+    "zero_quantized_gradients": Field("network.quantized_gradients", BOOL),
+    "zeropp_loco_param": Ignored("quantised gradients always feed their whole error back into the next", MAPPING),
+    "mics_shard_size": Field("network.mics_shard_size", integer(low=-1)),
+    "mics_hierarchical_params_gather": Field("network.hierarchical", BOOL),
     "memory_efficient_linear": Ignored("autograd keeps no gathered weight alive", BOOL),
     "pipeline_loading_checkpoint": Ignored("loading reads each rank's own share", BOOL),
     "override_module_apply": Ignored("open a model with shardcore.summon before changing it as a whole", BOOL),

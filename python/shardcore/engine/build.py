@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardcore import zero
 from shardcore.config import Config, DropInConfigError, load_config
 from shardcore.engine.engine import Engine
+from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
@@ -82,9 +83,10 @@ def initialize(
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
-    _shard(loaded, model, mesh)
+    _shard(loaded, model, mesh, communication(loaded, mesh, failure))
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)
     batch = loaded.resolve_batch(mesh.data_world)
@@ -94,7 +96,7 @@ def initialize(
     return engine, sharded, engine.training_dataloader, scheduler
 
 
-def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
+def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
     zero.shard(
         model,
         mesh,
@@ -103,6 +105,7 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh) -> None:
         segment_nbytes=_segment_nbytes(config, mesh),
         prefetch=_prefetch_limits(config),
         offload=_offload(config),
+        communication=saving,
     )
 
 

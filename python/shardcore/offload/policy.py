@@ -11,7 +11,7 @@ from shardcore.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "params": (None, "cpu", "nvme"),
+    "params": (None, "cpu"),
     "grads": (None, "cpu"),
     "states": (None, "cpu", "nvme"),
 }
@@ -34,7 +34,7 @@ class Offload:
     path: PathLike | Sequence[PathLike] | None = None
     """Folder for ``"nvme"``, or several on a disk each, which are striped. Files in it have no names."""
     ratio: float = 1.0
-    """The part of each shard's states that is offloaded; the rest stays, and is updated, on the device."""
+    """The part of each shard's states that is offloaded; only 1.0, all of it, is available yet."""
     pin: bool = True
     """Register host memory with CUDA, where there is CUDA."""
     tile_numel: int = 1 << 22
@@ -69,10 +69,10 @@ class Offload:
         problems = []
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices and (name, value) != ("params", "nvme"):
                 problems.append(f"{name}={value!r}): expected {' or '.join(map(repr, choices))}")
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
-            problems.append(f"ratio={self.ratio!r}): expected a number above 0, and 1 at most")
+        if self.ratio != 1.0:
+            problems.append(f"ratio={self.ratio!r}): updating a part on the device is not available yet; leave it out")
         for name, least in (("tile_numel", 1), ("num_tiles", 1), ("queue_depth", 1), ("block_nbytes", 4096)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -81,13 +81,12 @@ class Offload:
 
     def _contradictions(self) -> list[str]:
         problems = []
-        on_disk = [name for name in ("params", "states") if getattr(self, name) == "nvme"]
-        if on_disk and not self.folders:
-            problems.append(f'{on_disk[0]}="nvme"): give the folder of the disk, path=...')
-        if not on_disk and self.path is not None:
+        if self.params == "nvme":
+            problems.append('params="nvme"): parameters on a disk are not available yet; use params="cpu"')
+        if self.states == "nvme" and not self.folders:
+            problems.append('states="nvme"): give the folder of the disk, path=...')
+        if self.states != "nvme" and self.path is not None:
             problems.append(f'path={str(self.path)!r}): nothing rests on a disk; add states="nvme", or leave it out')
         if self.grads is not None and self.states is None:
             problems.append('grads="cpu"): the update needs them on the device; add states="cpu", or leave it out')
-        if self.ratio != 1.0 and self.states != "cpu":
-            problems.append(f'ratio={self.ratio}): splits states="cpu" between host and device; add that')
         return problems

@@ -84,7 +84,7 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
         )
     start, stop, offset = slot.group.local_range(slot)
     if slot.group.state.value == "unsharding":
-        slot.group.unshard()
+        slot.group.unshard(exact=False)
     return slot.group.own[offset : offset + stop - start], start, stop
 
 

@@ -37,6 +37,7 @@ class GroupGradients:
         *,
         shard_axis: Axis,
         replicate_axis: Axis,
+        route: comm.Route,
         keep_whole: bool,
         expose: bool,
         sum_dtype: torch.dtype,
@@ -49,6 +50,7 @@ class GroupGradients:
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
+        self._route = route
         self._host_shard = host_shard
         self._rests_on_host = rests_on_host and not keep_whole
         self._keep_whole = keep_whole or (shard_axis.size == 1 and not self._rests_on_host)
@@ -129,10 +131,10 @@ class GroupGradients:
         if not all(self._written):
             private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
         buffer = self._full
-        if self._reduce_dtype != buffer.dtype and self._world > 1:
+        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self._route.rounds_reductions:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = comm.reduce_shards(buffer, self._shard_axis, self.name, self.program)
+            self._handle = self._route.reduce(buffer, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 
@@ -142,17 +144,24 @@ class GroupGradients:
             return
         self._handle.wait()  # where this raises, the next call waits again
         self._handle = None
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
+        sent, self._sent = self._sent, None
+        reduced = self._own
+        if sent is not None:
             start = self._own.storage_offset()
-            self._own.copy_(sent[start : start + self._own.numel()])
+            reduced = sent[start : start + self._own.numel()]
         if self._shard_axis.size > 1 and self._replicate_axis.size > 1:
-            comm.all_reduce(self._own, self._replicate_axis, self.name).wait()
+            reduced = self._sum_copies(reduced)
+        if reduced is not self._own:
+            self._own.copy_(reduced)
         if self._post_divide:
             self._full.mul_(1 / self._world)
         if not self._keep_whole:
             self._store_shard()
         self._reduced = True
+
+    def forget_errors(self) -> None:
+        """Drop what quantising has taken from earlier gradients and would add to the next."""
+        self._route.forget_errors()
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
@@ -202,6 +211,7 @@ class GroupGradients:
             self._handle.wait()
             self._handle = None
         self._sent = None
+        self.forget_errors()
         self.clear(set_to_none=True)
 
     @property
@@ -211,6 +221,12 @@ class GroupGradients:
     @property
     def _post_divide(self) -> bool:
         return self._shard_axis.size == 1 and self._world > 1
+
+    def _sum_copies(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Sum the reduced shard over the copies of the model, in the dtype in which gradients travel."""
+        reduced = reduced.to(self._reduce_dtype)
+        comm.all_reduce(reduced, self._replicate_axis, self.name).wait()
+        return reduced
 
     def _write(self, view: torch.Tensor, grad: torch.Tensor) -> None:
         if self._prescale == 1.0:

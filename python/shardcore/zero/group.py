@@ -17,6 +17,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
+from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class
 from shardcore.zero.state import ParamState, check_move
@@ -57,7 +58,8 @@ class ShardGroup:
         shard_axis: Axis,
         replicate_axis: Axis,
         device: torch.device,
-        memory: ShardMemory | None = None,
+        gathering: Gathering,
+        memory: ShardMemory,
     ) -> None:
         self.index = index
         self.name = name
@@ -73,9 +75,7 @@ class ShardGroup:
         self._program: comm.Program | None = None
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
-
         self._exported: list[torch.Tensor] = []
-
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self._classes = [type(slot.param) for slot in slots]
@@ -87,7 +87,7 @@ class ShardGroup:
         comm.broadcast(self.full, self.data_axis, 0, name).wait()
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
-        memory = memory or ShardMemory()
+        self._gathering = gathering
         self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
         self.own = self._make_own(memory.own)
         self.master = self._make_master(precision.master_dtype(dtype), memory.master)
@@ -130,35 +130,35 @@ class ShardGroup:
         stop = max(min(self._slice.stop - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - self._slice.start, 0)
 
-    def start_unshard(self) -> None:
-        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis."""
+    def start_unshard(self, *, exact: bool = True) -> None:
+        """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
+
+        Args:
+            exact: values in full; else they may be rounded as :class:`Communication` asks for forward and backward.
+        """
         if self.state is not ParamState.SHARDED:
             return
         self._move(ParamState.UNSHARDING)
         if self._frees:
             self.full.untyped_storage().resize_(self._nbytes)
-            self.full[self._slice].copy_(self.own, non_blocking=True)
-        name = f"{self.name} for state_dict" if self.exporting else self.name
-        self._handle = comm.gather_shards(self.full, self._axis, name, self._program)
+            name = f"{self.name} for state_dict" if self.exporting else self.name
+            self._start_gather(name, exact=exact)
 
-    def unshard(self) -> None:
-        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released."""
-        if self.state is not ParamState.UNSHARDED:
-            self.start_unshard()
-            if self._handle is not None:
-                self._handle.wait()  # where this raises, the next call waits again
-                self._handle = None
-            self._move(ParamState.UNSHARDED)
-        if self._is_guarded:
-            self._is_guarded = False
-            for slot, cls in zip(self.slots, self._classes, strict=True):
-                slot.param.__class__ = cls
+    def unshard(self, *, exact: bool = True) -> None:
+        """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
+        where ``exact`` values are asked for and rounded ones are here.
+        """
+        self.start_unshard(exact=exact)
+        self._arrive()
+        if exact and self._gathering.is_rounded:
+            self._start_gather(f"{self.name} in full", exact=True)
+            self._finish_gather()
 
     def reshard(self) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole."""
         if not self.releases or self.state is ParamState.SHARDED:
             return
-        self.unshard()
+        self._arrive()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._frees:
@@ -174,12 +174,13 @@ class ShardGroup:
         for. With ``copied`` the update has written ``own`` already.
         """
         if self.state is ParamState.UNSHARDING:
-            self.unshard()
+            self._arrive()
         if self.master is not self.own and not copied:
             self.own.copy_(self.master)
+        self._gathering.invalidate()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
-            self._handle = comm.gather_shards(self.full, self._axis, self.name)
+            self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
 
     def check_storage(self) -> None:
@@ -206,6 +207,7 @@ class ShardGroup:
         """
         if self._frees:
             self.own.copy_(self.full[self._slice])
+        self._gathering.invalidate()
         self.num_edits += 1
         if self.master.numel() == self.own.numel() and self.master is not self.own:
             self.master.copy_(self.own)
@@ -229,16 +231,34 @@ class ShardGroup:
                     f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
                     f"{_EXTERNAL_USE_HINT}"
                 )
-        self.unshard()
+        self.unshard(exact=False)
         return None
 
     def abandon(self) -> None:
         """Return to the resting state after a failed step; what is in flight is waited for."""
         if self.grads is not None:
             self.grads.abandon()
-        if self.state is ParamState.UNSHARDING:
-            self.unshard()
+        self._arrive()
         self.reshard()
+        self._gathering.invalidate()
+
+    def _start_gather(self, name: str, *, exact: bool) -> None:
+        self._handle = self._gathering.start(self.full, self._slice, self.own, name, self._program, exact=exact)
+
+    def _finish_gather(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()  # where this raises, the next call waits again
+            self._handle = None
+
+    def _arrive(self) -> None:
+        """Wait for a gather under way, and take the guard off."""
+        if self.state is ParamState.UNSHARDING:
+            self._finish_gather()
+            self._move(ParamState.UNSHARDED)
+        if self._is_guarded and self.state is ParamState.UNSHARDED:
+            self._is_guarded = False
+            for slot, cls in zip(self.slots, self._classes, strict=True):
+                slot.param.__class__ = cls
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
@@ -271,6 +291,7 @@ class ShardGroup:
             self.slots,
             shard_axis=self._axis,
             replicate_axis=replicate_axis,
+            route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,
             expose=not self.policy.shards_states and precision.sum_dtype(dtype) == dtype,
             sum_dtype=precision.sum_dtype(dtype),

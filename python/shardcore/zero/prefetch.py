@@ -78,7 +78,7 @@ class Prefetcher:
         release, start, _ = self.coordinator.enter(group.index, phase)
         self._release(release)
         self._start(start)
-        group.unshard()
+        group.unshard(exact=False)
 
     def leave(self, group: ShardGroup, phase: Phase) -> None:
         """A use of ``group`` ends; what the plan does not keep is released."""
@@ -113,4 +113,4 @@ class Prefetcher:
 
     def _start(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._groups[index].start_unshard()
+            self._groups[index].start_unshard(exact=False)

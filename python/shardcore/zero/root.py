@@ -83,6 +83,7 @@ class Root:
         if policy.shards_params:
             self.prefetcher = Prefetcher(groups, limits or self._default_limits())
         self._loss_scale: LossScale | None = None
+        self._error_scale = 1.0
         self.accumulation = 1
         """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
         self.num_micro_batches = 0
@@ -148,6 +149,7 @@ class Root:
         if self.backward_running:
             return
         self.backward_running = True
+        self._forget_errors_of_another_scale()
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
         known = bool(used) and self.needs_unit_hooks
@@ -224,7 +226,7 @@ class Root:
         if self.prefetcher is not None and unit not in group.holders:
             self.prefetcher.enter(group, phase)
             group.holders[unit] = phase
-        group.unshard()
+        group.unshard(exact=False)
 
     def _release_group(self, unit: Unit, group: ShardGroup) -> None:
         phase = group.holders.pop(unit, None)
@@ -266,6 +268,15 @@ class Root:
             unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
         self._acquire_group(unit, group, "backward" if private.in_backward() else "forward")
         return True
+
+    def _forget_errors_of_another_scale(self) -> None:
+        """What quantising took from gradients of another loss scale is in another unit."""
+        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        if scale != self._error_scale:
+            self._error_scale = scale
+            for group in self.groups:
+                if group.grads is not None:
+                    group.grads.forget_errors()
 
     def _settle(self) -> None:
         self._settle_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,13 +10,16 @@ from torch import nn
 
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
-from shardcore.mesh import Axis, Mesh
-from shardcore.offload import Offload, ShardMemory, ShardSpec, place_shards
+from shardcore.mesh import Axis, Mesh, Split
+from shardcore.offload import Offload, ShardMemory
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
+from shardcore.zero.communication import Communication
+from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.placement import check_offload, place
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -42,6 +46,7 @@ def shard(
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
+    communication: Communication | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
@@ -61,6 +66,7 @@ def shard(
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
+        communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
 
     Returns:
         The same module.
@@ -74,11 +80,10 @@ def shard(
     """
     policy = Policy(stage=stage)
     precision = precision or Precision()
-    _check_offload(offload, policy)
-    if budget is not None and prefetch is not None:
-        raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
-    if budget is not None:
-        prefetch = PrefetchLimits(budget=budget)
+    communication = communication or Communication()
+    communication.check(policy)
+    check_offload(offload, policy)
+    prefetch = _limits(budget, prefetch)
     mesh = _as_mesh(mesh)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -86,12 +91,12 @@ def shard(
     check_parameters(module)
     _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
-    shard_axis, replicate_axis = _axes(mesh, policy)
-    shard_plan = _plan(assignment, shard_axis.size, segment_nbytes or default_segment_nbytes(mesh.device))
+    axes = _axes(mesh, policy, communication)
+    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
     comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
     _broadcast_buffers(module, mesh)
-    memory = _place(offload, assignment, shard_plan, precision, mesh)
-    groups = _make_groups(assignment, shard_plan, policy, precision, shard_axis, replicate_axis, mesh.device, memory)
+    memory = place(offload, assignment, shard_plan, precision, mesh)
+    groups = _make_groups(assignment, shard_plan, policy, precision, axes, communication, mesh.device, memory)
     root = Root(
         module,
         _make_units(module, assignment, shard_plan, groups),
@@ -100,7 +105,7 @@ def shard(
         policy=policy,
         precision=precision,
         data_axis=mesh["dp"],
-        shard_axis=shard_axis,
+        shard_axis=axes.shard,
         device=mesh.device,
         limits=prefetch,
         offload=offload or Offload(),
@@ -121,6 +126,14 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     )
 
 
+def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
+    if budget is None:
+        return prefetch
+    if prefetch is not None:
+        raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
+    return PrefetchLimits(budget=budget)
+
+
 def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
     if mesh is None:
         return Mesh()
@@ -133,11 +146,29 @@ def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
     return Mesh.from_torch(mesh)
 
 
-def _axes(mesh: Mesh, policy: Policy) -> tuple[Axis, Axis]:
-    """(shard axis, replicate axis): stage 0 replicates over all data-parallel ranks."""
-    if policy.shards_states:
-        return mesh["shard"], mesh["replicate"]
-    return Axis("shard", (mesh.rank,), 0, None, mesh), mesh["dp"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Axes:
+    """Over which ranks a model is sharded and copied."""
+
+    shard: Axis
+    replicate: Axis
+    nodes: Split | None = None
+    """The shard axis by nodes, where shards travel in two steps."""
+    secondary: Axis | None = None
+    """The near ranks that hold a second shard of the parameters."""
+
+
+def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
+    """Stage 0 replicates over all data-parallel ranks."""
+    if not policy.shards_states:
+        return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
+    nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)
+    return _Axes(
+        shard=nodes.axis if nodes is not None else mesh["shard"],
+        replicate=mesh["replicate"],
+        nodes=nodes,
+        secondary=secondary.inside if secondary is not None else None,
+    )
 
 
 def _check_unsharded(module: nn.Module) -> None:
@@ -179,51 +210,13 @@ def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
             buffer.copy_(dense)
 
 
-def _check_offload(offload: Offload | None, policy: Policy) -> None:
-    if offload is None:
-        return
-    if not isinstance(offload, Offload):
-        raise ConfigError(f"shard(offload={offload!r}): expected shardcore.Offload(...), or None")
-    if offload.is_active and not policy.shards_states:
-        raise ConfigError(
-            f"shard(stage={policy.stage}, offload=...): at stage 0 every rank would keep and update the whole states; "
-            "use stage 1, 2 or 3"
-        )
-    if offload.params is not None and not policy.shards_params:
-        raise ConfigError(
-            f"shard(stage={policy.stage}, offload=Offload(params={offload.params!r})): parameters are whole on the "
-            "device all the time at this stage; use stage 3"
-        )
-
-
-def _place(
-    offload: Offload | None,
-    assignment: Assignment,
-    shard_plan: plan.ShardPlan,
-    precision: Precision,
-    mesh: Mesh,
-) -> list[ShardMemory]:
-    """Memory outside the device for the shards of all groups."""
-    if offload is None or not offload.is_active:
-        return [ShardMemory() for _ in shard_plan.groups]
-    specs = []
-    for unit_index, layout in shard_plan.groups:
-        params = assignment.units[unit_index].params
-        dtype = next((params[name].dtype for name, _, _ in layout.entries()), torch.float32)
-        master, grad = precision.master_dtype(dtype), precision.sum_dtype(dtype)
-        specs.append(
-            ShardSpec(numel=layout.shard_numel, param=dtype, master=master, grad=grad, trainable=layout.trainable)
-        )
-    return place_shards(offload, specs, mesh.device, mesh["dp"])
-
-
 def _make_groups(
     assignment: Assignment,
     shard_plan: plan.ShardPlan,
     policy: Policy,
     precision: Precision,
-    shard_axis: Axis,
-    replicate_axis: Axis,
+    axes: _Axes,
+    communication: Communication,
     device: torch.device,
     memory: list[ShardMemory],
 ) -> list[ShardGroup]:
@@ -249,15 +242,24 @@ def _make_groups(
             slots,
             policy=policy,
             precision=precision,
-            shard_axis=shard_axis,
-            replicate_axis=replicate_axis,
+            shard_axis=axes.shard,
+            replicate_axis=axes.replicate,
             device=device,
+            gathering=_gathering(layout, slots, axes, communication),
             memory=memory[index],
         )
         for slot in slots:
             attach_slot(slot)
         groups.append(group)
     return groups
+
+
+def _gathering(
+    layout: plan.ShardLayout, slots: list[ParameterSlot], axes: _Axes, communication: Communication
+) -> Gathering:
+    dtype = slots[0].param.dtype if slots else torch.float32
+    route = comm.Route(axes.shard, axes.nodes, communication.coding(dtype, layout.trainable))
+    return Gathering(route, axes.secondary)
 
 
 def _make_units(

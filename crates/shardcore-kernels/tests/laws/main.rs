@@ -6,6 +6,7 @@
 mod accuracy;
 mod given;
 mod norms;
+mod quantized;
 mod refused;
 mod same_bits;
 mod small_states;

@@ -154,6 +154,12 @@ impl Schedule {
         Self::checked(header, programs, Some(lowering))
     }
 
+    /// The same programs, declared to run under other communication.
+    #[must_use]
+    pub fn declared_for(self, comm: CommModel) -> Self {
+        Self { header: Header { comm, ..self.header }, ..self }
+    }
+
     fn checked(header: Header, programs: Vec<Vec<Action>>, lowered: Option<Lowering>) -> Result<Self> {
         header.check()?;
         lowered.as_ref().map_or(Ok(()), |lowering| lowering.check(&header.placement))?;

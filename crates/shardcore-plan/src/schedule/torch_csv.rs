@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::action::{Action, ActionKind};
+use super::check::strictest_communication;
 use super::lower::{Lowering, with_slots};
 use super::placement::Placement;
 use super::program::{Gating, Header, Schedule};
@@ -51,7 +52,8 @@ impl Schedule {
         Ok(text)
     }
 
-    /// Reads torch's CSV. Ranks are lines; stages and micro-batches are those that appear.
+    /// Reads torch's CSV. Ranks are lines; stages and micro-batches are those that appear. A file with communication is
+    /// declared for the strictest way of delivery under which it runs.
     ///
     /// # Errors
     /// [`PlanError::BadScheduleText`] naming line and column; [`PlanError::BadScheduleName`].
@@ -231,11 +233,14 @@ impl File {
         let placement = Placement::custom(self.stages.into_values().collect())?;
         // torch runs the parts of a composite one after the other, each behind its own receive.
         let header = Header { gating: Gating::Own, ..Header::new(name, placement, self.num_microbatches) };
-        if self.lowered {
-            with_slots(&Schedule::new_lowered(header, self.programs, Lowering::default())?)
-        } else {
-            Schedule::new(header, self.programs)
+        if !self.lowered {
+            return Schedule::new(header, self.programs);
         }
+        let schedule = with_slots(&Schedule::new_lowered(header, self.programs, Lowering::default())?)?;
+        Ok(match strictest_communication(&schedule) {
+            Some(comm) => schedule.declared_for(comm),
+            None => schedule, // It runs under none, as `check` will say.
+        })
     }
 }
 

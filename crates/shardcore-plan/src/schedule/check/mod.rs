@@ -22,7 +22,7 @@ pub use delivery::Delivery;
 pub use fault::{Fault, FaultKind, Place};
 
 use super::costs::Costs;
-use super::program::{Header, Schedule};
+use super::program::{CommModel, Header, Schedule};
 use super::simulate;
 use crate::error::{PlanError, Result};
 use delivery::{Run, Stuck};
@@ -69,6 +69,12 @@ pub fn communication(schedule: &Schedule, delivery: Delivery) -> Result<()> {
     }
     structure(schedule)?;
     run(schedule, delivery)
+}
+
+/// The strictest communication under which a lowered schedule runs to its end; `None` if there is none.
+#[must_use]
+pub fn strictest_communication(schedule: &Schedule) -> Option<CommModel> {
+    CommModel::ALL.iter().copied().rev().find(|&model| communication(schedule, model.into()).is_ok())
 }
 
 /// Checks that no rank holds more than `cap`, in the unit of `costs`.

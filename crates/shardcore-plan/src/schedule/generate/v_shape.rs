@@ -164,28 +164,34 @@ fn find_order(schedule: VSchedule, problem: &Problem, costs: &Costs) -> Result<O
 /// How many of the best patterns the local search starts from.
 const STARTS: usize = 4;
 
-/// Improves the orders of the best few patterns by local search and gives the best.
+/// Improves the orders of the best few patterns by local search for half of the budget, and the best of them for the
+/// rest.
 fn polish(problem: &Problem, best: Found, ranked: &[Ranked]) -> Order {
     let least = least_score(problem);
-    let (mut order, mut score) = (best.order.clone(), best.score);
-    let more = ranked.iter().take(STARTS - 1).filter_map(|ranked| {
+    let mut starts = vec![best.order];
+    for ranked in ranked {
         let mut search = PatternSearch::new(problem, usize::MAX, Goal::BOTH);
         search.try_pattern(&ranked.pattern, ranked.rule);
-        search.best.map(|found| found.order)
-    });
-    let starts: Vec<Order> = std::iter::once(best.order).chain(more).collect();
-    for start in starts {
-        if score <= least {
+        starts.extend(search.best.map(|found| found.order).filter(|order| !starts.contains(order)));
+        if starts.len() == STARTS {
             break;
         }
-        let Some(mut improver) = Improver::new(problem, &start, Goal::BOTH, 1) else { continue };
-        improver.run(budget(problem, 1) / STARTS, least);
-        let (found, timing) = improver.into_best();
-        if Goal::BOTH.score(&timing) < score {
-            (order, score) = (found, Goal::BOTH.score(&timing));
-        }
     }
-    order
+    let half = budget(problem, 1) / 2;
+    let share = half / starts.len();
+    let improve = |start: &Order| {
+        let mut improver = Improver::new(problem, start, Goal::BOTH, 1)?;
+        improver.run(share, least);
+        Some(improver)
+    };
+    let improvers = starts.iter().filter_map(improve);
+    let Some(mut best) =
+        improvers.reduce(|best, other| if other.best_score() < best.best_score() { other } else { best })
+    else {
+        return starts.swap_remove(0);
+    };
+    best.run(half, least);
+    best.into_best().0
 }
 
 /// What a search on a sample has found.

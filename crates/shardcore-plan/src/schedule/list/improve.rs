@@ -7,8 +7,9 @@ use super::timing::{Goal, Timing, Workspace};
 /// Where an op stands: its rank and its position there.
 type Place = (usize, usize);
 
-/// How often the search starts again from its best.
-const ROUNDS: usize = 4;
+/// How many moves the search tries before it starts again from its best. Many short rounds find more than a few long
+/// ones: far from the best there is little to find.
+const ROUND: usize = 48;
 
 /// How much worse the score may become by one move, in units of an average op.
 const MOST_WORSE: f64 = 0.5;
@@ -53,22 +54,18 @@ impl<'a> Improver<'a> {
         Some(search)
     }
 
-    /// Moves ops until `budget` ops have been placed or the goal's score is at most `least`: a few rounds, each from the
+    /// Moves ops until `budget` ops have been placed or the goal's score is at most `least`: in rounds, each from the
     /// best so far and at first ready to become worse.
     pub(crate) fn run(&mut self, budget: usize, least: f64) {
         let num_ops: usize = self.order.iter().map(Vec::len).sum();
-        let steps = budget / num_ops.max(1) / ROUNDS;
-        if steps == 0 {
-            return;
-        }
         let most_worse = MOST_WORSE * self.problem.interval() / 3.0;
-        for _ in 0..ROUNDS {
-            for step in 0..steps {
+        for _ in 0..budget / num_ops.max(1) / ROUND {
+            for step in 0..ROUND {
                 if self.goal.score(&self.best.2) <= least || self.moves.is_empty() {
                     return;
                 }
                 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-                let left = 1.0 - step as f64 / steps as f64;
+                let left = 1.0 - step as f64 / ROUND as f64;
                 self.step(most_worse * left * left);
             }
             self.start_from_best();
@@ -80,6 +77,11 @@ impl<'a> Improver<'a> {
         self.score = self.best.0;
         self.space.replay(self.problem, &self.order);
         self.find_critical();
+    }
+
+    /// The goal's score of the best order so far.
+    pub(crate) fn best_score(&self) -> f64 {
+        self.goal.score(&self.best.2)
     }
 
     /// The best order so far.

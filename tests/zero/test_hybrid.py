@@ -1,0 +1,199 @@
+"""Shards and copies on a grid of four ranks: the plain loop's result, whichever axis lies inside the node."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore as sc
+from compose.test_twins import compare
+from shardcore.errors import ConfigError
+from shardcore.testing import run_spmd, spmd, tensor_bytes
+from shardcore.testing.twin import assert_bitwise
+from zero.following import rows
+from zero.models import Block
+from zero.twin import Recipe, Trained, train_sharded, whole_parameters
+
+WORLD = 4
+COPIES_ACROSS = {"replicate": 2, "ranks_per_node": 2}
+COPIES_INSIDE = {"replicate": 2, "ranks_per_node": 2, "replicate_inside": True}
+SHARDS_ACROSS = {"ranks_per_node": 2}
+GRIDS = {"copies across": COPIES_ACROSS, "copies inside": COPIES_INSIDE}
+SAVINGS = {
+    "in full": {},
+    "second shard": {"secondary": 2},
+    "two steps": {"hierarchical": True},
+    "both": {"secondary": "node", "hierarchical": True},
+}
+
+
+def recipes(case: str, stage: int) -> list[Recipe]:
+    """Every combination of precision, accumulation, clipping and optimizer."""
+    return [
+        Recipe(
+            case=case,
+            stage=stage,
+            precision=precision,
+            accumulation=accumulation,
+            clip=clip,
+            optimizer=optimizer,
+            steps=8,
+            loss_scale=256.0 if precision == "fp16" else None,
+        )
+        for precision, accumulation, clip, optimizer in itertools.product(
+            ("fp32", "bf16", "fp16"), (1, 3), (None, 0.5), ("adamw", "sgd")
+        )
+    ]
+
+
+def train_all(recipes: list[Recipe], grid: dict[str, int], saving: dict[str, object] | None = None) -> list[Trained]:
+    mesh = sc.Mesh(**grid, device="cpu")
+    communication = sc.Communication(**saving or {})
+    return [train_sharded(recipe, mesh, communication=communication) for recipe in recipes]
+
+
+def check(recipes: list[Recipe], grid: dict[str, int], saving: dict[str, object] | None = None) -> None:
+    by_rank = run_spmd(train_all, WORLD, recipes, grid, saving, timeout=100)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        compare(recipes, by_rank, WORLD)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_shards_and_copies_follow_the_plain_loop(grid: str, stage: int) -> None:
+    draw = random.Random(f"{grid} {stage}")
+    check(draw.sample(recipes("tied", stage), 2) + draw.sample(recipes("unused", stage), 1), GRIDS[grid])
+
+
+@pytest.mark.parametrize("saving", list(SAVINGS)[1:])
+def test_shards_across_nodes_follow_the_plain_loop(saving: str) -> None:
+    draw = random.Random(saving)
+    stages = (3, 3) if "secondary" in SAVINGS[saving] else (3, 2, 1)
+    chosen = [draw.choice(recipes("tied", stage)) for stage in stages]
+    check(chosen, SHARDS_ACROSS, SAVINGS[saving])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["odd", "tied", "frozen", "unused", "nested"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_grid(grid: str, stage: int, case: str) -> None:
+    check(recipes(case, stage), GRIDS[grid])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["odd", "tied", "frozen", "unused", "nested"])
+@pytest.mark.parametrize("saving", SAVINGS)
+def test_every_saving(saving: str, case: str) -> None:
+    check(recipes(case, 3), SHARDS_ACROSS, SAVINGS[saving])
+    if "secondary" not in SAVINGS[saving]:
+        check(recipes(case, 2), SHARDS_ACROSS, SAVINGS[saving])
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("grid", GRIDS)
+@spmd(world=WORLD)
+def test_stages_agree_to_the_last_bit(grid: str, accumulation: int) -> None:
+    mesh = sc.Mesh(**GRIDS[grid], device="cpu")
+    runs = {
+        stage: train_sharded(Recipe(case="tied", stage=stage, accumulation=accumulation, clip=0.5, steps=4), mesh)
+        for stage in (1, 2, 3)
+    }
+    assert_bitwise(runs[3].parameters, runs[2].parameters)
+    assert_bitwise([runs[3].losses, runs[3].norms], [runs[2].losses, runs[2].norms])
+    if accumulation == 1:
+        assert_bitwise(runs[1].parameters, runs[2].parameters)
+
+
+@spmd(world=WORLD)
+def test_a_second_shard_changes_no_bit_and_two_steps_repeat_themselves() -> None:
+    mesh = sc.Mesh(**SHARDS_ACROSS, device="cpu")
+    recipe = Recipe(case="tied", accumulation=2, clip=0.5, steps=5)
+    runs = {
+        name: train_sharded(recipe, mesh, communication=sc.Communication(**saving)) for name, saving in SAVINGS.items()
+    }
+    assert_bitwise(runs["second shard"].parameters, runs["in full"].parameters)
+    assert_bitwise(runs["both"].parameters, runs["two steps"].parameters)
+    again = train_sharded(recipe, mesh, communication=sc.Communication(**SAVINGS["both"]))
+    assert_bitwise(again.parameters, runs["both"].parameters)
+    two = train_sharded(
+        Recipe(case="tied", stage=2, accumulation=2, clip=0.5, steps=5),
+        mesh,
+        communication=sc.Communication(hierarchical=True),
+    )
+    assert_bitwise(two.parameters, runs["two steps"].parameters)
+
+
+@spmd(world=WORLD)
+def test_a_second_shard_costs_the_parameters_by_its_ranks() -> None:
+    """Bytes at rest: the padded parameters divided by two, and nothing else."""
+    mesh = sc.Mesh(**SHARDS_ACROSS, device="cpu")
+    used = {}
+    for secondary in (None, 2):
+        before = tensor_bytes()
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+        sc.shard(model, mesh, units=[nn.Linear], communication=sc.Communication(secondary=secondary))
+        with torch.no_grad():
+            model(torch.ones(1, 64))
+        used[secondary] = tensor_bytes() - before
+        del model
+    assert used[2] - used[None] == 8 * 64 * 64 * 4 // 2
+
+
+@pytest.mark.parametrize("saving", ["second shard", "both"])
+@spmd(world=WORLD)
+def test_edits_and_failed_steps_renew_the_second_shard(saving: str) -> None:
+    """A forward after an edit, after an exception, and after an update uses the new values."""
+    mesh = sc.Mesh(**SHARDS_ACROSS, device="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    sc.shard(model, mesh, units=[Block], communication=sc.Communication(**SAVINGS[saving]))
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    x = rows(0, 0, 4, 7)
+
+    def check_forward() -> None:
+        with torch.no_grad():
+            found = model(x)
+        plain = nn.Sequential(Block(), Block())
+        plain.load_state_dict(whole_parameters(model))
+        torch.testing.assert_close(found, plain(x), rtol=0, atol=0)
+
+    check_forward()
+    with sc.summon(model, writeback=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    check_forward()
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    check_forward()
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|normalized_shape"):
+        model(torch.ones(4, 6))
+    sc.reset_iteration(model)
+    check_forward()
+
+
+@spmd(world=WORLD)
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    mesh = sc.Mesh(**SHARDS_ACROSS, device="cpu")
+    wrong = [
+        ({"secondary": 3}, 3, "3 ranks do not divide the 4 ranks"),
+        ({"secondary": 8}, 3, "8 ranks do not divide the 4 ranks"),
+        ({"secondary": 0}, 3, "at least 1"),
+        ({"secondary": 2}, 2, "needs stage 3"),
+        ({"gather": "int8"}, 2, "needs stage 3"),
+        ({"gather": "int4"}, 3, "expected 'int8'"),
+        ({"reduce": "int8"}, 0, "needs stage 1"),
+        ({"reduce": "fp8"}, 2, "expected 'int8' or 'int4'"),
+    ]
+    for saving, stage, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            sc.shard(nn.Linear(3, 3), mesh, stage=stage, communication=sc.Communication(**saving))
