@@ -45,6 +45,8 @@ class ShardGroup:
     """
 
     _is_guarded = False
+    num_edits = 1
+    """How often masters were to be taken from the parameters anew; the first time is at the start."""
 
     def __init__(
         self,
@@ -91,8 +93,6 @@ class ShardGroup:
         self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
         self.own = self._make_own(memory.own)
         self.master = self._make_master(precision.master_dtype(dtype), memory.master)
-        self.num_edits = 1
-        """How often masters were to be taken from the parameters anew; the first time is at the start."""
         self._handle: comm.Handle | None = None
         self._versions = self._parameter_versions()
         self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None

@@ -41,6 +41,9 @@ class Unit:
 class Root:
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
+    offload = Offload()
+    """Where states rest."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -54,7 +57,6 @@ class Root:
         shard_axis: Axis,
         device: torch.device,
         limits: PrefetchLimits | None = None,
-        offload: Offload | None = None,
     ) -> None:
         self.module = module
         self.units = units
@@ -65,7 +67,6 @@ class Root:
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
-        self.offload = offload or Offload()
         self.window = Window(groups, plan.reduce_order, data_axis, policy)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)

@@ -92,8 +92,7 @@ def shard(
     _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
     axes = _axes(mesh, policy, communication)
-    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
-    comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
+    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device), mesh)
     _broadcast_buffers(module, mesh)
     memory = place(offload, assignment, shard_plan, precision, mesh)
     groups = _make_groups(assignment, shard_plan, policy, precision, axes, communication, mesh.device, memory)
@@ -108,8 +107,8 @@ def shard(
         shard_axis=axes.shard,
         device=mesh.device,
         limits=prefetch,
-        offload=offload or Offload(),
     )
+    root.offload = offload or Offload()
     attach_root(module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
@@ -194,12 +193,15 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
                     child._buffers[name] = buffer.to(device)
 
 
-def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int) -> plan.ShardPlan:
+def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int, mesh: Mesh) -> plan.ShardPlan:
+    """The plan that all ranks have made."""
     units = [
         (unit.name, [(n, p.numel(), parameter_dtype(p), p.requires_grad) for n, p in unit.params.items()])
         for unit in assignment.units
     ]
-    return plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
+    made = plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
+    comm.agree_on("the shard plan", made.digest(), made.to_json(), mesh["dp"], plan.first_difference)
+    return made
 
 
 def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
