@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
+    from shardcore.zero import load_state_dict as load_state_dict
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
     from shardcore.zero import reset_iteration as reset_iteration
@@ -31,6 +32,7 @@ _HOME = {
     "Offload": "offload",
     "Precision": "zero",
     "initialize": "engine",
+    "load_state_dict": "zero",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",

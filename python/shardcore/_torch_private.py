@@ -28,6 +28,8 @@ DispatchMode = TorchDispatchMode
 
 _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 _clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
+_norm_checks: list[Callable[[], None]] = []
+_zero_grad_callbacks: list[Callable[[torch.nn.Module, bool], None]] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,6 +96,16 @@ def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """What ``torch.nn.Module.load_state_dict`` returns; its class has no public name."""
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of the module's own buffers that ``state_dict`` leaves out; torch tells them by no public call."""
+    return set(module._non_persistent_buffers_set)
 
 
 def after_all_gradients(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
@@ -193,8 +205,46 @@ def before_any_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None
     if len(_clipping_checks) > 1:
         return
     norm, value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
-    clip_grad._clip_grads_with_norm_ = _checked(norm)
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _checked(norm)
     clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = _checked(value)
+
+
+def before_any_norm(check: Callable[[], None]) -> None:
+    """Call ``check`` before ``torch.nn.utils.get_total_norm`` takes the norm of no gradients at all.
+
+    That is what it gets from ``[p.grad for p in params if p.grad is not None]`` where gradients are elsewhere. It is
+    replaced under its public name only: ``clip_grad_norm_`` checks its parameters itself.
+    """
+    if check in _norm_checks:
+        return
+    _norm_checks.append(check)
+    norm = torch.nn.utils.get_total_norm
+
+    @functools.wraps(norm)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not tensors:
+            check()
+        return norm(tensors, *args, **kwargs)
+
+    torch.nn.utils.get_total_norm = checked
+
+
+def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> None:
+    """Call ``callback(module, set_to_none)`` when a module has cleared its gradients, also a part or a wrapper of a
+    model. torch's method looks at ``param.grad`` only, and offers no hook.
+    """
+    if callback in _zero_grad_callbacks:
+        return
+    _zero_grad_callbacks.append(callback)
+    zero_grad = torch.nn.Module.zero_grad
+
+    @functools.wraps(zero_grad)
+    def both(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        callback(self, set_to_none)
+
+    torch.nn.Module.zero_grad = both  # type: ignore[method-assign]
 
 
 def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,6 +76,13 @@ class ShardedGroup(Protocol):
     def adopt_edits_if_any(self) -> None:
         """Take values that the user wrote into whole parameters into the masters."""
 
+    @property
+    def shard_axis(self) -> Axis:
+        """The ranks that hold one copy of the parameters together."""
+
+    def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
+        """As ``local_range``, for the rank at this position along the shard axis."""
+
     def publish(self, *, copied: bool = False) -> None:
         """Make the updated master weights the parameters: cast (unless ``copied``: the update has), and gather where
         parameters are whole. Collective.
@@ -92,10 +99,17 @@ class ShardedRoot(Protocol):
     device: torch.device
     offload: Any
     """Where states rest: a :class:`shardcore.offload.Offload`."""
+    num_tokens: float | torch.Tensor | None
+    num_passes: int
+    optimizers: list[weakref.ref[ShardedOptimizerMark]]
 
     @property
     def groups(self) -> Sequence[ShardedGroup]:
         """All groups, in the order of the plan."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that plain backwards apply to the loss."""
 
     @property
     def window_correction(self) -> float:
@@ -107,12 +121,42 @@ class ShardedRoot(Protocol):
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
 
+    def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forget the gradients of these parameters."""
+
+    def check_here(self, *states: str, what: str) -> None:
+        """Raise if one of these states was moved away by ``offload_states``."""
+
+    def live_optimizers(self) -> list[ShardedOptimizerMark]:
+        """The optimizers made for this model that still exist."""
+
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the losses whose gradients it takes."""
+        raise NotImplementedError
+
+    def holds(self, param: torch.nn.Parameter) -> bool:
+        """Whether this optimizer updates the parameter."""
+        raise NotImplementedError
+
+    def has_unscaled(self, root: ShardedRoot) -> bool:
+        """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        raise NotImplementedError
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors of its states on this rank."""
+        raise NotImplementedError
+
+    def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
+        """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -129,20 +129,6 @@ def test_one_infinite_gradient_reaches_the_sum(bits: int) -> None:
     assert bool(own[256:].isfinite().all()) == (axis.rank == 0)
 
 
-@spmd(world=4)
-def test_later_steps_keep_the_order_whoever_waits_first() -> None:
-    mesh = sc.Mesh(device="cpu", ranks_per_node=2)
-    split = mesh.split("shard", 2)
-    route = comm.Route(split.axis, split)
-    buffers = [torch.full((4 * n,), float(split.axis.rank)) for n in (3, 5, 7)]
-    handles = [route.gather(full, f"group {i}") for i, full in enumerate(buffers)]
-    order = (2, 0, 1) if mesh.rank % 2 else (1, 2, 0)
-    for i in order:
-        handles[i].wait()
-    for full in buffers:
-        assert full.view(4, -1)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
 def test_tensors_that_the_kernel_cannot_take_are_refused() -> None:
     values, packed = torch.ones(256), torch.zeros(quantized.packed_nbytes(256, 8), dtype=torch.uint8)
     with pytest.raises(ConfigError, match="float64"):

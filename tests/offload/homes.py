@@ -19,7 +19,6 @@ OPTIMIZERS["rmsprop"] = (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-4, "momentu
 HOMES: dict[str, dict[str, Any]] = {
     "states": {"states": "cpu"},
     "states and gradients": {"states": "cpu", "grads": "cpu"},
-    "small tiles": {"states": "cpu", "grads": "cpu", "tile_numel": 37},
     "disk": {"states": "nvme"},
     "disk, small tiles": {"states": "nvme", "grads": "cpu", "tile_numel": 37, "num_tiles": 3},
     "parameters": {"params": "cpu"},

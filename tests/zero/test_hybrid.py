@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +181,13 @@ def test_edits_and_failed_steps_renew_the_second_shard(saving: str) -> None:
         model(torch.ones(4, 6))
     sc.reset_iteration(model)
     check_forward()
+
+
+@spmd(world=WORLD)
+def test_the_pages_example_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "docs/communication.md", "exec"), {})
 
 
 @spmd(world=WORLD)

@@ -4,7 +4,7 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.agree import agree_on, exchange, max_over_ranks, sum_over_ranks
+from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
 from shardcore.comm.collectives import (
     Handle,
     all_reduce,
@@ -41,6 +41,7 @@ __all__ = [
     "check_level",
     "clear_failure",
     "exchange",
+    "fingerprint",
     "gather_shards",
     "max_over_ranks",
     "packed_nbytes",

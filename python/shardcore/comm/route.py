@@ -9,14 +9,13 @@ its second step.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from shardcore.comm import quantized, watch
+from shardcore.comm import quantized
 from shardcore.comm.collectives import DONE, Handle, gather_shards, reduce_shards, swap_shards
 from shardcore.comm.program import Program
 from shardcore.comm.steps import After, Step, Steps, StreamSteps
@@ -105,7 +104,7 @@ class Route:
             return DONE
         if full.is_cuda:
             return StreamSteps(steps, _side_stream(full.device), full)
-        return Steps(steps, watch.board().queues.setdefault(self._axis.key, deque()))
+        return Steps(steps)
 
     def _reduce(self, full: torch.Tensor, axis: Axis, unit: str, program: Program | None) -> Handle:
         bits = self._coding.reduce_bits

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardcore.comm import watch
 from shardcore.comm.collectives import Handle
 
 Step = Callable[[], Handle]
@@ -33,20 +34,17 @@ class After(Handle):
 
 
 class Steps(Handle):
-    """Collectives of which each starts when the one before it is complete.
-
-    The later ones start while somebody waits, in the order of ``queue``: that of the first ones, which is the same on
-    all ranks, whatever order they wait in.
+    """Collectives of which each starts when the one before it is complete: while somebody waits for the last, or before
+    the next collective of this process.
     """
 
-    __slots__ = ("_current", "_queue", "_rest")
+    __slots__ = ("_current", "_rest")
 
-    def __init__(self, steps: Sequence[Step], queue: deque[Steps]) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__((), None)
         self._current = steps[0]()
         self._rest = deque(steps[1:])
-        self._queue = queue
-        queue.append(self)
+        watch.board().unfinished = self
 
     def wait(self) -> None:
         """Wait for the last step.
@@ -54,20 +52,22 @@ class Steps(Handle):
         Raises:
             RankMismatchError: ranks are in different collectives, or one has failed.
         """
-        while self._rest:
-            self._queue[0]._advance()
+        self.start_rest()
         self._current.wait()
 
     def is_complete(self, within_s: float = 0.0) -> bool:
-        """Whether :meth:`wait` would return at once. Steps that have not started count as missing on all ranks."""
+        """Whether :meth:`wait` would return at once. A step that has not started is missing on all ranks."""
         return not self._rest and self._current.is_complete(within_s)
 
-    def _advance(self) -> None:
-        self._current.wait()
-        self._current = self._rest[0]()
-        self._rest.popleft()
-        if not self._rest:
-            self._queue.popleft()
+    def start_rest(self) -> None:
+        """Start the steps that are left, each when the one before it is complete."""
+        while self._rest:
+            self._current.wait()
+            board = watch.board()
+            if board.unfinished is self:
+                board.unfinished = None
+            self._current = self._rest[0]()
+            self._rest.popleft()
 
 
 class StreamSteps(Handle):

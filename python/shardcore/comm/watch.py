@@ -48,6 +48,13 @@ class Entry:
     label: str
 
 
+class Unfinished(Protocol):
+    """A collective of several steps, not all of which have started."""
+
+    def start_rest(self) -> None:
+        """Start them, each when the one before it is complete."""
+
+
 @dataclass(slots=True)
 class _Board:
     """What this process knows and tells about the job; made anew for each process group."""
@@ -61,8 +68,8 @@ class _Board:
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
     links: dict[str, HostLink | None] = field(default_factory=dict)
     """Per axis: how its ranks read each other's memory, if they may."""
-    queues: dict[str, deque[Any]] = field(default_factory=dict)
-    """Per axis: collectives of several steps whose later steps have not started, in order."""
+    unfinished: Unfinished | None = None
+    """The last collective, where it has steps that have not started."""
 
 
 _board: _Board | None = None
@@ -80,8 +87,13 @@ def board() -> _Board:
 
 
 def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
-    """Note that this rank enters a collective now."""
+    """Note that this rank enters a collective now. One that has steps left starts them first, so that the order of
+    all steps is that of the program, whoever waits for what.
+    """
     b = board()
+    if b.unfinished is not None:
+        unfinished, b.unfinished = b.unfinished, None
+        unfinished.start_rest()
     key = axis.key
     sequence = b.sequence.get(key, 0)
     b.sequence[key] = sequence + 1

@@ -10,7 +10,10 @@ from torch import nn
 
 from shardcore import zero
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "register_external_parameter", "unregister_external_parameter"]
+
+register_external_parameter = zero.register_external_parameter
+unregister_external_parameter = zero.unregister_external_parameter
 
 
 def GatheredParameters(  # noqa: N802  # DeepSpeed's name
@@ -19,10 +22,12 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: Any = None,
     enabled: bool = True,
 ) -> AbstractContextManager[None]:
-    """A context in which ``params`` are whole on every rank; edits by ``modifier_rank`` reach all ranks. Collective.
+    """A context in which ``params`` are whole on every rank; edits by ``modifier_rank`` reach all ranks. Collective on
+    entering and leaving. See :func:`shardcore.zero.gathered`.
 
     Raises:
-        StateError: on leaving, if a parameter was written to and ``modifier_rank`` is None; the message names it.
+        StateError: on leaving, if a parameter was written to and ``modifier_rank`` is None, or one that is not in
+            ``params``; the message names it, on every rank, and the write is undone.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

@@ -7,18 +7,18 @@ It owns no hook, allocates no tensor and opens no stream. A loop written by hand
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shardcore import comm, data, zero
+from shardcore import comm, data
 from shardcore.config import BatchSizes, Config
 from shardcore.engine.queries import Queries
 from shardcore.engine.timing import PhaseTimes
+from shardcore.engine.upkeep import Upkeep
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Mesh
 from shardcore.optim import ShardedOptimizer
@@ -27,7 +27,7 @@ from shardcore.protocols import find_root
 _log = logging.getLogger("shardcore")
 
 
-class Engine(Queries, nn.Module):
+class Engine(Queries, Upkeep, nn.Module):
     """Trains a sharded module by ``loss = engine(batch); engine.backward(loss); engine.step()``, once per micro-batch.
 
     ``step`` acts when ``gradient_accumulation_steps`` micro-batches are in; before that it only counts. A plain
@@ -62,6 +62,7 @@ class Engine(Queries, nn.Module):
         self._root: Any = find_root(module)
         self._window_steps = 0
         self._forced_boundary: bool | None = None
+        self._is_coalesced = self._is_counting = False
         self._times = PhaseTimes(enabled=config.logging.wall_clock_breakdown)
         self._prepare_backward()
 
@@ -70,7 +71,14 @@ class Engine(Queries, nn.Module):
         with self._times.phase("forward"):
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        num_tokens: int | float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Backward of one micro-batch's mean loss. Collective over the data-parallel axis where this stage reduces now.
 
         Args:
@@ -78,18 +86,24 @@ class Engine(Queries, nn.Module):
             the
                 loss scale, here and nowhere else.
 
+            num_tokens: the loss is a sum over so many target tokens; the step takes the gradient of the mean over all
+                tokens of all ranks and micro-batches. Then every backward of the window says its number (0 is fine),
+                and the loss is not divided by the accumulation count.
+
         Returns:
             The loss divided by the accumulation count, not multiplied by the loss scale.
 
         Raises:
-            StateError: the loss is no scalar, or nothing in it requires a gradient.
+            StateError: the loss is no scalar, nothing in it requires a gradient, or the window's backwards differ in
+                whether they count tokens.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(
                 f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce it "
                 "with .mean(), and compute it outside torch.no_grad()"
             )
-        divided = loss / self._batch.accumulation_steps if scale_wrt_gas else loss
+        by_tokens = self._counts_tokens(num_tokens)
+        divided = loss / self._batch.accumulation_steps if scale_wrt_gas and not by_tokens else loss
         self._root.loss_is_scaled = True
         try:
             with self._times.phase("backward"):
@@ -99,6 +113,8 @@ class Engine(Queries, nn.Module):
             raise
         finally:
             self._root.loss_is_scaled = False
+        if self.optimizer is not None and num_tokens is not None:
+            self.optimizer.count_tokens(num_tokens)
         return divided.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -117,12 +133,13 @@ class Engine(Queries, nn.Module):
             StateError: no backward since the last ``step()``, no optimizer, or called inside ``no_sync``.
         """
         optimizer = self._checked_optimizer()
+        self._window_steps = min(self._window_steps, self._root.num_micro_batches)  # 0 where gradients were cleared
         at_boundary = self.is_gradient_accumulation_boundary()
         if self._root.window.num_backwards_in_micro_batch:
             self._root.window.num_backwards_in_micro_batch = 0
             self.micro_steps += 1
             self._window_steps += 1
-            self._root.num_micro_batches = self._window_steps
+            self._root.num_micro_batches = self._batch.accumulation_steps if self._is_coalesced else self._window_steps
         elif not flush:
             raise StateError(
                 "engine.step() without a backward: call engine.backward(loss) (or loss.backward()) for each "
@@ -137,16 +154,10 @@ class Engine(Queries, nn.Module):
         """Forget the window's gradients."""
         self._root.clear_gradients(set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up on this rank. ``step()`` inside is an error."""
-        with zero.no_sync(self.module):
-            yield
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the window's last."""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
+        if self._is_coalesced or self._forced_boundary is not None:
+            return self._is_coalesced or bool(self._forced_boundary)
         return not self.config.batch.managed or self._window_steps + 1 >= self._batch.accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -160,6 +171,7 @@ class Engine(Queries, nn.Module):
         """
         self._root.reset_iteration()
         self._window_steps = 0
+        self._is_coalesced = False
         self._prepare_backward()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -223,13 +235,20 @@ class Engine(Queries, nn.Module):
                 "config ('optimizer' section)"
             )
         if self._root.window.suspended:
-            raise StateError("engine.step() inside no_sync(): leave the context before the window's last backward")
+            raise StateError(
+                "engine.step() inside no_sync() or coalesce_grad_reduction(): leave the context before the step"
+            )
+        if self.optimizer.has_unscaled(self._root):
+            raise StateError(
+                "engine.step() after optimizer.step() took the same gradients: call one of them, or zero_grad() between"
+            )
         return self.optimizer
 
     def _update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         self._window_steps = 0
+        self._is_coalesced = False
         self.global_steps += 1
         self.global_samples += self._batch.train_batch_size
         if optimizer.step_was_applied and self.lr_scheduler is not None:

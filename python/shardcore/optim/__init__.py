@@ -5,6 +5,7 @@ from shardcore.optim.cpu_rules import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPU
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 from shardcore.optim.sharded import ShardedOptimizer, optimizer
+from shardcore.optim.states import full_state, local_state, set_full_state, set_local_state
 
 __all__ = [
     "CPUSGD",
@@ -23,5 +24,9 @@ __all__ = [
     "WarmupLR",
     "build_scheduler",
     "cpu_norm",
+    "full_state",
+    "local_state",
     "optimizer",
+    "set_full_state",
+    "set_local_state",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -83,13 +84,26 @@ def split(piece: Piece, optimizer: torch.optim.Optimizer) -> list[Piece]:
     return parts
 
 
+def state_of(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, slot: ParameterSlot) -> dict[str, Any]:
+    """This rank's state of one parameter: views of its elements, and whatever is one value for the piece."""
+    start, stop, offset = slot.group.local_range(slot)
+    for piece in pieces:
+        if slot not in piece.slots or stop == start:
+            continue
+        part = _piece(piece.group, piece.options, offset, offset + stop - start, (slot,))
+        return {
+            key: _cut(value, piece, part, copy=False) for key, value in optimizer.state.get(piece.tensor, {}).items()
+        }
+    return {}
+
+
 def _piece(group: ShardedGroup, options: int, start: int, stop: int, slots: tuple[ParameterSlot, ...]) -> Piece:
     return Piece(group, options, start, stop, slots, group.master[start:stop])
 
 
-def _cut(value: object, whole: Piece, part: Piece) -> object:
+def _cut(value: object, whole: Piece, part: Piece, *, copy: bool = True) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == whole.stop - whole.start and value.dim() == 1:
         return value[part.start - whole.start : part.stop - whole.start]
-    return value.clone()
+    return value.clone() if copy else value

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -14,15 +14,17 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
-from shardcore.optim.pieces import Piece, cut_into_pieces, split
+from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
 from shardcore.optim.probe import check_elementwise
-from shardcore.optim.restore import place_of, states_for
+from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
 from shardcore.optim.tiled import TiledUpdate
+from shardcore.optim.tokens import count_tokens, tokens_per_rank
 from shardcore.optim.update import Update
-from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
+from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
 
@@ -33,6 +35,7 @@ def optimizer(
     *,
     max_grad_norm: float | None = None,
     loss_scale: LossScale | None = None,
+    normalize: Literal["tokens"] | None = None,
     **options: Any,
 ) -> ShardedOptimizer:
     """An optimizer over sharded modules. Every rank makes the same one.
@@ -45,12 +48,16 @@ def optimizer(
         they are.
         max_grad_norm: clip the global norm of the mean gradient to this, as ``torch.nn.utils.clip_grad_norm_``.
         loss_scale: overrides the scale that the modules' precision asks for.
+        normalize: ``"tokens"``: losses are sums over target tokens, whose numbers :meth:`ShardedOptimizer.count_tokens`
+            is told; the gradient is that of the mean over all tokens of the step, of all ranks and micro-batches.
         **options: passed on (``lr``, ``betas``, ``weight_decay``, ``fused``, ...).
 
     Raises:
         ConfigError: parameters that belong to no sharded module, none that is trainable, an optimizer that is not
-            element-wise, a non-positive ``max_grad_norm``.
+            element-wise, a non-positive ``max_grad_norm``, a second optimizer of a model whose loss scale is dynamic.
     """
+    if normalize not in (None, "tokens"):
+        raise ConfigError(f"normalize={normalize!r}: expected 'tokens', or None for the mean over micro-batches")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping")
     if isinstance(algorithm, torch.optim.Optimizer):
@@ -58,10 +65,13 @@ def optimizer(
             raise ConfigError(
                 f"options {sorted(options)} were given beside an optimizer instance; set them on the instance"
             )
-        return ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
-    build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
-    roots, groups = resolve_targets(targets)
-    return ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
+        sharded = ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
+    else:
+        build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
+        roots, groups = resolve_targets(targets)
+        sharded = ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
+    sharded.normalize = normalize
+    return sharded
 
 
 class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
@@ -82,15 +92,15 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         offload = common_offload(roots)
-        self._on_host = offload.states is not None
-        tile_numel = offload.tile_numel if self._on_host else None
+        tile_numel = offload.tile_numel if offload.states == "nvme" else None
         self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of, tile_numel)]
+        self._held = Held(roots, options_of)
         self.inner = _build_inner(
             build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
-        if self._on_host:
+        if offload.states is not None:
             self.inner = on_host(self.inner, roots)
         self._update = _make_update(self.inner, self._pieces, roots[0])
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
@@ -102,12 +112,15 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         self._groups_are_fixed = True
         self.param_groups = groups
         self.max_grad_norm = max_grad_norm
-        self.loss_scale = loss_scale or _default_scale(roots)
+        self._loss_scale = loss_scale or _default_scale(roots)
+        join(self, roots)
+        self.loss_scale = self._loss_scale
         self.track_grad_norm = False
         """Compute ``grad_norm`` at each step even where nothing else needs it."""
         self.num_steps = 0
         self.num_skipped_steps = 0
         self.step_was_applied = False
+        self._unscaled_at: dict[ShardedRoot, int] = {}
         self._norm: torch.Tensor | None = None
         self._taken_over: torch.optim.Optimizer | None = None
 
@@ -167,6 +180,58 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """Global norm of the last step's mean gradient before clipping, after unscaling; None if it was not needed."""
         return None if self._norm is None else float(self._norm)
 
+    @property
+    def normalize(self) -> Literal["tokens"] | None:
+        """``"tokens"`` where losses are sums over tokens; see :func:`optimizer`."""
+        return "tokens" if self._roots[0].num_tokens is not None else None
+
+    @normalize.setter
+    def normalize(self, by: Literal["tokens"] | None) -> None:
+        for root in self._roots:
+            root.num_tokens = None if by is None else 0.0
+
+    def count_tokens(self, num_tokens: int | float | torch.Tensor) -> None:
+        """Tell of the target tokens over which this rank's loss of a micro-batch was summed; 0 is fine.
+
+        Args:
+            num_tokens: a number (or weight), or a tensor of one element; a CUDA tensor makes ``step()`` wait for it.
+
+        Raises:
+            StateError: the optimizer was made without ``normalize="tokens"``.
+            ConfigError: a negative number.
+        """
+        count_tokens(self._roots, num_tokens)
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether this optimizer updates the parameter."""
+        return param in self._held.params
+
+    def has_unscaled(self, root: ShardedRoot) -> bool:
+        """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        return self._unscaled_at.get(root) == root.num_passes
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors of its states on this rank, of one dim or more."""
+        values = [value for state in self.inner.state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+    def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
+        """This rank's state of one parameter: views of its piece, and whatever is one value for all; empty where there
+        is none.
+
+        Args:
+            alone: values that are one for all must not be those of other parameters too.
+        """
+        if isinstance(self._update, TiledUpdate):
+            raise StateError(
+                f"the optimizer state of {slot.name!r} rests on a disk (Offload(states='nvme')) and is here in steps "
+                "only; state_dict() of the optimizer has it"
+            )
+        if alone:
+            for piece in [piece for piece in self._pieces if slot in piece.slots and len(piece.slots) > 1]:
+                self._split(piece)
+        return state_of(self._pieces, self.inner, slot)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the window's gradients. Collective over the data-parallel axis.
@@ -204,86 +269,84 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the window's gradients; with ``set_to_none=False`` they count as zeros."""
+        """Forget the window's gradients of the parameters held; with ``set_to_none=False`` they count as zeros."""
         for root in self._roots:
-            root.clear_gradients(set_to_none)
+            root.clear_gradients_of(self._held.slots[root], set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state: loads into the same model on the same mesh, wherever its states rest."""
-        options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
-        states: dict[Piece, dict[str, Any]] = {}
+        """This rank's part, in torch's form: ``state`` by index, ``param_groups`` with indices as ``params``. Indices
+        count this rank's pieces, whose parameters and ranges stand in ``pieces``; ``masters`` holds the master weights
+        where parameters are 16-bit. It loads only into the same model on the same mesh. Tensors are not copied.
+        """
+        self._check_here("state_dict of the optimizer")
+        return {**save(self._pieces, self._update, self.param_groups), **self._counters()}
 
-        def collect(piece: Piece) -> None:
-            states[piece] = dict(self.inner.state.get(piece.tensor, {}))
-            if piece.group.master.numel() == 0:  # the states go back to the disk
-                states[piece] = copy.deepcopy(states[piece])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave on this rank; masters become the parameters. Collective over the
+        data-parallel axis.
 
-        self._update.visit(self._pieces, collect)
+        Raises:
+            ConfigError: it comes from another model, mesh or set of parameter groups; on every rank.
+        """
+        self._check_here("load_state_dict of the optimizer")
+        restore(self._pieces, self._update, self.param_groups, self._roots, state_dict)
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.num_steps = int(state_dict["num_steps"])
+        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
+
+    def _check_here(self, what: str) -> None:
+        for root in self._roots:
+            root.check_here(what=what)
+
+    def _counters(self) -> dict[str, Any]:
         return {
-            "pieces": [place_of(p) for p in self._pieces],
-            "state": [states[p] for p in self._pieces],
-            "param_groups": options,
             "loss_scale": self.loss_scale.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped_steps": self.num_skipped_steps,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave on this rank.
-
-        Raises:
-            ConfigError: it comes from another model or mesh.
-        """
-        places = [(int(index), int(start), int(stop)) for index, start, stop in state_dict["pieces"]]
-        saved = states_for(self._pieces, places, state_dict["state"], self._split)
-        self._update.recover()
-        self._update.visit(self._pieces, lambda piece: _restore(self.inner.state[piece.tensor], saved[piece]))
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options)
-        self.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self.num_steps = int(state_dict["num_steps"])
-        self.num_skipped_steps = int(state_dict["num_skipped_steps"])
-
     def _step(self) -> None:
         self.step_was_applied = False
-        scale = self.loss_scale.scale / self._roots[0].window_correction
-        present = [flags for root in self._roots for flags in root.finish_gradients()]
-        groups = [group for root in self._roots for group in root.groups if group.trainable]
-        if not any(any(flags) for flags in present):
+        has_gradient = self._held.with_gradient(self._roots)
+        if not any(has_gradient.values()):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
-        factor = self._gradient_factor(groups, scale)
+        factor = self._gradient_factor(self._divisor())
         if factor is None:
-            self._skip(groups)
+            self._skip(self._held.groups)
             return
+        self._unscaled_at = {root: root.num_passes for root in self._roots}
         self.loss_scale.update(overflow=False)
-        has_gradient = {
-            slot.param: flag
-            for g, flags in zip(groups, present, strict=True)
-            for slot, flag in zip(g.slots, flags, strict=True)
-        }
-        self._run_update(groups, self._active_pieces(has_gradient), factor)
-        for group, flags in zip(groups, present, strict=True):
-            if any(flags):
+        self._run_update(self._active_pieces(has_gradient), factor)
+        for group in self._held.groups:
+            if any(has_gradient.get(slot.param, False) for slot in group.slots):
                 group.publish(copied=self._update.writes_parameters(group))
         self.num_steps += 1
         self.step_was_applied = True
 
-    def _run_update(self, groups: Sequence[ShardedGroup], pieces: list[Piece], factor: float | torch.Tensor) -> None:
+    def _run_update(self, pieces: list[Piece], factor: float | torch.Tensor) -> None:
+        groups = self._held.groups
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
-        if self._on_host:
-            self._update.run(pieces, float(factor))
-            return
         if isinstance(factor, torch.Tensor) or factor != 1.0:
-            for group in groups:
-                group.grad_shard.mul_(factor)
-        self._update.run(pieces, 1.0)
+            self._held.multiply(factor)
+        self._update.run(pieces)
 
-    def _gradient_factor(self, groups: Sequence[ShardedGroup], scale: float) -> float | torch.Tensor | None:
+    def _divisor(self) -> float:
+        """By what the sums in the shards are divided: the loss scale and what normalises the window. Collective where
+        gradients are normalised by tokens.
+        """
+        root = self._roots[0]
+        if self.has_unscaled(root):
+            return 1.0  # a second step with the same gradients
+        if root.num_tokens is None:
+            return self.loss_scale.scale / root.window_correction
+        return self.loss_scale.scale * tokens_per_rank(self._roots)
+
+    def _gradient_factor(self, scale: float) -> float | torch.Tensor | None:
         """What unscales and clips the gradients. None if the step must be skipped for an inf or NaN on any rank."""
         skips = any(root.skip_nonfinite for root in self._roots)
         if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
@@ -301,7 +364,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
         total: torch.Tensor | None = None
         for root in self._roots:
-            norms = [torch.linalg.vector_norm(group.grad_shard) for group in root.groups if group.trainable]
+            norms = [torch.linalg.vector_norm(grad) for grad in self._held.grads(root)]
             squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum().to(root.device)
             squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
             total = squares if total is None else total + squares
@@ -361,20 +424,6 @@ def _make_update(inner: torch.optim.Optimizer, pieces: list[Piece], root: Sharde
     if root.offload.states == "cpu":
         allocate_states(inner, root.data_axis)
     return Update(inner)
-
-
-def _restore(into: dict[str, Any], state: dict[str, Any]) -> None:
-    """Take over a saved state, in the memory that the present one has."""
-    for key in into.keys() - state.keys():
-        del into[key]
-    for key, value in state.items():
-        present = into.get(key)
-        if not isinstance(value, torch.Tensor):
-            into[key] = value
-        elif isinstance(present, torch.Tensor) and present.shape == value.shape:
-            present.copy_(value)
-        else:
-            into[key] = value.clone()
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

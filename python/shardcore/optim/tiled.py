@@ -55,8 +55,8 @@ class TiledUpdate(Update):
         self.store = TileStore(root.offload, specs, root.data_axis)
         self._backwards = False
 
-    def run(self, pieces: Sequence[Piece], factor: float) -> None:
-        """Update these pieces with their gradients times ``factor``; other pieces stay as they are.
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Update these pieces; others stay as they are.
 
         Raises:
             StorageError: the disk failed.
@@ -64,7 +64,7 @@ class TiledUpdate(Update):
 
         def update(inside: list[Piece]) -> None:
             self._link(inside)
-            step_pieces(self.inner, inside, factor)
+            step_pieces(self.inner, inside)
 
         self._each_tile(pieces, update)
 
@@ -108,7 +108,10 @@ class TiledUpdate(Update):
     def _bind(self, tile: _Tile, pieces: list[Piece], parts: list[torch.Tensor]) -> None:
         master, states = parts[0], dict(zip(tile.states, parts[1:], strict=True))
         if tile.num_edits != tile.group.num_edits:
-            master.copy_(tile.group.own[tile.start : tile.stop])
+            own = tile.group.own[tile.start : tile.stop].to(master.device)
+            # Values that masters round to were not edited: there they keep their full precision.
+            is_kept = (master.to(own.dtype) == own) if tile.num_edits else torch.zeros_like(own, dtype=torch.bool)
+            master.copy_(torch.where(is_kept, master, own.to(master.dtype)))
             tile.num_edits = tile.group.num_edits
         for piece in pieces:
             where = tile.range_of(piece)

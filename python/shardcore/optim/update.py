@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -21,10 +20,10 @@ class Update:
         self.inner = inner
         self._linked: set[torch.Tensor] = set()
 
-    def run(self, pieces: Sequence[Piece], factor: float) -> None:
-        """Update these pieces with their gradients times ``factor``; other pieces stay as they are."""
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Update these pieces; others stay as they are."""
         self._link(pieces)
-        step_pieces(self.inner, pieces, factor)
+        step_pieces(self.inner, pieces)
 
     def visit(self, pieces: Sequence[Piece], act: Callable[[Piece], None]) -> None:
         """Call ``act`` for each piece while its tensor and its states are in memory; what it changes is kept."""
@@ -47,15 +46,13 @@ class Update:
                     self.inner.copy_to(piece.tensor, piece.group.own[piece.start : piece.stop])
 
 
-def step_pieces(inner: torch.optim.Optimizer, pieces: Sequence[Piece], factor: float) -> None:
-    """One step of ``inner`` for these pieces alone, with their gradients times ``factor``."""
-    gradients = [piece.gradient() for piece in pieces]
+def step_pieces(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    """One step of ``inner`` for these pieces alone."""
     if isinstance(inner, CPUOptimizer):
-        by_tensor: dict[torch.Tensor, Any] = {p.tensor: g for p, g in zip(pieces, gradients, strict=True)}
-        inner.step(grads=by_tensor, grad_scale=factor)
+        inner.step(grads={piece.tensor: piece.gradient() for piece in pieces})
         return
-    for piece, gradient in zip(pieces, gradients, strict=True):
-        piece.tensor.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+    for piece in pieces:
+        piece.tensor.grad = piece.gradient()
     private.plain_step(inner)
     for piece in pieces:
         piece.tensor.grad = None

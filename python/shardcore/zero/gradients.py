@@ -29,6 +29,9 @@ class GroupGradients:
     all-reduce, so that autograd itself may accumulate into ``param.grad``, and sums of two reductions stay right).
     """
 
+    _host_is_current = False
+    """What the update reads in host memory is what the device has, or was made of it."""
+
     def __init__(
         self,
         name: str,
@@ -158,6 +161,7 @@ class GroupGradients:
         if not self._keep_whole:
             self._store_shard()
         self._reduced = True
+        self._host_is_current = False
 
     def forget_errors(self) -> None:
         """Drop what quantising has taken from earlier gradients and would add to the next."""
@@ -170,17 +174,20 @@ class GroupGradients:
         if not self._reduced:
             self._device_shard.zero_()
             self._reduced = True
-        if self._host_shard is not None and not self._rests_on_host:
+            self._host_is_current = False
+        if self._host_shard is not None and not self._rests_on_host and not self._host_is_current:
             self._host_shard.copy_(self._device_shard)
+            self._host_is_current = True
 
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
         if not self.exposed:
             return
-        for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
-            if self.present[i]:
-                slot.param.grad = view
-                self._shown[i] = True
+        with private.without_torch_function():
+            for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
+                if self.present[i]:
+                    slot.param.grad = view
+                    self._shown[i] = True
 
     def drop_unset(self) -> None:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
@@ -188,10 +195,59 @@ class GroupGradients:
             for i, slot in enumerate(self._slots):
                 self.present[i] = self.present[i] and slot.param.grad is not None
 
+    def buffers(self, *, whole: bool) -> list[torch.Tensor]:
+        """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
+        if whole:
+            return [self._full] if self._is_open() else []
+        return [self._shard] if self._shard is not None and not self._keep_whole else []
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether a reduction of this window is in the shard."""
+        return self._reduced
+
+    def reduce_now(self, *, local_anywhere: bool) -> None:
+        """Bring the shard up to date before the window's end. Collective where ``local_anywhere``: some rank holds
+        gradients that no reduction has taken.
+        """
+        if local_anywhere:
+            self.start_reduce()
+        self.finish_reduce()
+        self.settle()
+        self.expose()
+
+    def drop(self, index: int, *, set_to_none: bool = True) -> None:
+        """Forget the gradient of one parameter, as :meth:`clear` does of all."""
+        self.finish_reduce()
+        slot = self._slots[index]
+        if self._is_open():
+            self._views[index].zero_()
+        if self._shard is not None and not self._keep_whole:
+            start = self._own.storage_offset()
+            first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
+            self._shard[first : max(first, last)].zero_()
+        if set_to_none:
+            self.present[index] = False
+            if self.exposed:
+                slot.param.grad = None
+                self._shown[index] = False
+
+    def assign(self, index: int, value: torch.Tensor) -> None:
+        """``param.grad = value`` where gradients are on the parameters: the value goes into the buffer."""
+        self.finish_reduce()
+        if not self.has_local:
+            self.settle()
+        view = self._views[index]
+        if not self.holds(index, value):
+            view.copy_(value)
+        self.present[index] = self._written[index] = self._shown[index] = True
+        with private.without_torch_function():
+            self._slots[index].param.grad = view
+
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
         self.finish_reduce()
-        self.has_local = self._reduced = False
+        self.has_local = self._reduced = self._host_is_current = False
         self._written = [False] * len(self._slots)
         self._shown = [False] * len(self._slots)
         if set_to_none:
@@ -204,6 +260,13 @@ class GroupGradients:
             self._reduced = True
         if not self._keep_whole:
             self._resize(0)
+
+    def free(self) -> None:
+        """Forget all gradients and give their memory back."""
+        self.abandon()
+        self._resize(0)
+        if not self._keep_whole:
+            self._shard = None
 
     def abandon(self) -> None:
         """Drop everything after a failed step. A reduction under way is waited for: its memory is in use until then."""

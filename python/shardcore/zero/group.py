@@ -19,7 +19,7 @@ from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
-from shardcore.zero.guard import guard_class
+from shardcore.zero.guard import guard_class, reads_data, replaced_data
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from shardcore.protocols import ParameterSlot
     from shardcore.zero.policy import Policy, Precision
     from shardcore.zero.prefetch import Phase
+
+_LEAVES_NO_TRACE = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ["numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"]
+)
+"""Ways to a parameter's memory by which writes do not show in its version counter; ``.data`` is another."""
 
 _EXTERNAL_USE_HINT = (
     "its data are released outside the model's forward and backward. To read or edit it: "
@@ -78,6 +84,13 @@ class ShardGroup:
         self.exporting = False
         """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
         self._exported: list[torch.Tensor] = []
+        self.pins = 0
+        """Open contexts that show the whole parameters; while there are any, nothing is released."""
+        self._release_is_due = False
+        self._memory_was_taken = False
+        """Code outside holds memory of the parameters in a form whose writes leave no trace."""
+        self.loading: set[int] = set()
+        """Parameters that ``load_state_dict`` is about to copy to."""
         self._axis = shard_axis
         self.data_axis = _data_axis(shard_axis, replicate_axis)
         self._classes = [type(slot.param) for slot in slots]
@@ -118,6 +131,11 @@ class ShardGroup:
             self.grads.program = program
 
     @property
+    def shard_axis(self) -> Axis:
+        """The ranks that hold one copy of the parameters together."""
+        return self._axis
+
+    @property
     def grad_shard(self) -> torch.Tensor:
         """[shard_numel] this rank's reduced mean gradient."""
         if self.grads is None:
@@ -126,9 +144,14 @@ class ShardGroup:
 
     def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
         """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
-        start = min(max(self._slice.start - slot.offset, 0), slot.numel)
-        stop = max(min(self._slice.stop - slot.offset, slot.numel), start)
-        return start, stop, max(slot.offset + start - self._slice.start, 0)
+        return self.range_of_rank(slot, self._axis.rank)
+
+    def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
+        """As :meth:`local_range`, for the rank at this position along the shard axis."""
+        shard_start = position * self.layout.shard_numel
+        start = min(max(shard_start - slot.offset, 0), slot.numel)
+        stop = max(min(shard_start + self.layout.shard_numel - slot.offset, slot.numel), start)
+        return start, stop, max(slot.offset + start - shard_start, 0)
 
     def start_unshard(self, *, exact: bool = True) -> None:
         """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
@@ -138,6 +161,8 @@ class ShardGroup:
         """
         if self.state is not ParamState.SHARDED:
             return
+        if self.root is not None and self.root.offloaded:
+            self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
         if self._frees:
             self.full.untyped_storage().resize_(self._nbytes)
@@ -148,6 +173,11 @@ class ShardGroup:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
         where ``exact`` values are asked for and rounded ones are here.
         """
+        self.complete(exact=exact)
+        self._unguard()
+
+    def complete(self, *, exact: bool = True) -> None:
+        """As :meth:`unshard`, but uses of the parameters are still noticed."""
         self.start_unshard(exact=exact)
         self._arrive()
         if exact and self._gathering.is_rounded:
@@ -155,8 +185,13 @@ class ShardGroup:
             self._finish_gather()
 
     def reshard(self) -> None:
-        """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole."""
+        """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
+        before the last context is left that shows them.
+        """
         if not self.releases or self.state is ParamState.SHARDED:
+            return
+        if self.pins:
+            self._release_is_due = True
             return
         self._arrive()
         self._move(ParamState.SHARDED)
@@ -169,6 +204,19 @@ class ShardGroup:
         if self._handle is None or self._handle.is_complete(within_s):
             self.reshard()
 
+    def pin(self) -> None:
+        """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
+        if not self.pins:
+            self._release_is_due = self.state is ParamState.SHARDED
+        self.unshard()
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """A context that shows the whole parameters ends."""
+        self.pins -= 1
+        if self.pins == 0 and self._release_is_due:
+            self.reshard()
+
     def publish(self, *, copied: bool = False) -> None:
         """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits
         for. With ``copied`` the update has written ``own`` already.
@@ -177,7 +225,7 @@ class ShardGroup:
             self._arrive()
         if self.master is not self.own and not copied:
             self.own.copy_(self.master)
-        self._gathering.invalidate()
+        self.invalidate_copies()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
@@ -192,14 +240,18 @@ class ShardGroup:
         if self.state is not ParamState.UNSHARDED:
             return
         base, itemsize = self.full.data_ptr(), self.full.element_size()
-        for slot in self.slots:
-            if slot.numel and slot.param.data_ptr() != base + slot.offset * itemsize:
-                raise StateError(
-                    f"the data of parameter {slot.name!r} were replaced after sharding (by param.data = ..., "
-                    "model.to(...), load_state_dict(assign=True), ...), so training would not reach it. Write in place "
-                    "(param.copy_(...) under torch.no_grad() and shardcore.summon(model, writeback=True)), and move or "
-                    "cast the model before shardcore.shard"
-                )
+        with private.without_torch_function():
+            moved = [s for s in self.slots if s.numel and s.param.data_ptr() != base + s.offset * itemsize]
+        if moved:
+            raise StateError(replaced_data(moved[0].name))
+
+    def repoint(self) -> None:
+        """Make parameters whose data were replaced views of the flat buffer again."""
+        with torch.no_grad(), private.without_torch_function():
+            for slot in self.slots:
+                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
+                if slot.param.data_ptr() != view.data_ptr() or slot.param.dtype != view.dtype:
+                    slot.param.data = view
 
     def adopt_edits(self) -> None:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
@@ -207,22 +259,45 @@ class ShardGroup:
         """
         if self._frees:
             self.own.copy_(self.full[self._slice])
-        self._gathering.invalidate()
         self.num_edits += 1
-        if self.master.numel() == self.own.numel() and self.master is not self.own:
-            self.master.copy_(self.own)
-        self._versions = self._parameter_versions()
+        self.invalidate_copies()
+        self._refresh_masters(slice(None))
+        self.note_versions()
 
     def adopt_edits_if_any(self) -> None:
-        """As :meth:`adopt_edits`, if a version counter says that a parameter was written to since the last time."""
-        if self.master is not self.own and not self.releases and self._versions != self._parameter_versions():
+        """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
+        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
+            return
+        if self._memory_was_taken or self._versions != self._parameter_versions():
+            self.complete()
             self.adopt_edits()
 
-    def on_guarded_use(self, slot: ParameterSlot, func: Callable[..., Any]) -> torch.Tensor | None:
+    def invalidate_copies(self) -> None:
+        """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
+        self._gathering.invalidate()
+
+    def note_versions(self) -> None:
+        """What the parameters hold now is what shard and masters hold."""
+        self._versions = self._parameter_versions()
+
+    def on_guarded_use(
+        self, slot: ParameterSlot, func: Callable[..., Any], args: Sequence[Any] = ()
+    ) -> torch.Tensor | None:
         """A use of a parameter whose data are away, or kept for a use to come: make them available to the unit that
-        runs, or raise :class:`StateError`.
+        runs, or raise :class:`StateError`. Where parameters are whole, it is noted if the use may lead to writes.
         """
-        if self.releases and not self.holders:
+        if self.root is not None and self.root.offloaded:
+            self.root.check_here("lp_params", what=f"a use of parameter {slot.name!r}")
+        if not self.releases or self.pins:
+            self._memory_was_taken |= func in _LEAVES_NO_TRACE or reads_data(func)
+            if self.root is not None and self.root.is_passing:
+                self.unshard()
+            else:
+                self.complete()
+            return None
+        if slot.index in self.loading and func is torch.Tensor.copy_:
+            return self._load(slot, *args[1:2])
+        if not self.holders:
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
@@ -251,14 +326,10 @@ class ShardGroup:
             self._handle = None
 
     def _arrive(self) -> None:
-        """Wait for a gather under way, and take the guard off."""
+        """Wait for a gather under way."""
         if self.state is ParamState.UNSHARDING:
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
-        if self._is_guarded and self.state is ParamState.UNSHARDED:
-            self._is_guarded = False
-            for slot, cls in zip(self.slots, self._classes, strict=True):
-                slot.param.__class__ = cls
 
     def _adopt_parameters(self) -> None:
         """Move the parameters' values into the flat buffer and make each parameter a view of it."""
@@ -301,6 +372,26 @@ class ShardGroup:
             rests_on_host=memory.grad_rests,
         )
 
+    def _load(self, slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
+        """``load_state_dict`` copies to a released parameter: this rank takes its piece, and nothing is gathered."""
+        if self.state is not ParamState.SHARDED:
+            self.unshard()
+            self.reshard()
+        start, stop, offset = self.local_range(slot)
+        self.own[offset : offset + stop - start].copy_(value.expand(slot.param.shape).reshape(-1)[start:stop])
+        self._refresh_masters(slice(offset, offset + stop - start))
+        self.invalidate_copies()
+        torch.autograd.graph.increment_version(slot.param)
+        return slot.param
+
+    def _refresh_masters(self, part: slice) -> None:
+        """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
+        the masters keep their full precision.
+        """
+        if self.master is not self.own and self.master.numel() == self.own.numel():
+            own, master = self.own[part], self.master[part]
+            master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+
     def end_export(self) -> None:
         """``state_dict`` is done."""
         self.exporting = False
@@ -324,12 +415,30 @@ class ShardGroup:
         for slot, cls in zip(self.slots, self._classes, strict=True):
             slot.param.__class__ = guard_class(cls)
 
+    def watch(self) -> None:
+        """Between passes of the model: where parameters are whole, notice what replaces their data or gradients."""
+        if not self.releases and not self.pins:
+            self.guard()
+
+    def unwatch(self) -> None:
+        """A pass begins: parameters that are there are themselves again."""
+        if not self.releases and self.state is ParamState.UNSHARDED:
+            self._unguard()
+
+    def _unguard(self) -> None:
+        if not self._is_guarded:
+            return
+        self._is_guarded = False
+        for slot, cls in zip(self.slots, self._classes, strict=True):
+            slot.param.__class__ = cls
+
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
 
     def _parameter_versions(self) -> list[int]:
-        return [private.version(slot.param) for slot in self.slots]
+        with private.without_torch_function():
+            return [private.version(slot.param) for slot in self.slots]
 
 
 def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:

@@ -5,6 +5,9 @@ of its own class whose ``__torch_function__`` sees every operation. Metadata (sh
 that needs data waits for a gather that is under way; inside the model's forward it gathers; elsewhere it raises
 :class:`StateError`. In the hot path the hooks have restored the class before a kernel sees the parameter, so the guard
 costs nothing there.
+
+Between passes of the model the guard is on at every stage: setting ``param.grad`` drops the sharded gradient (or says
+how to set one), and replacing ``param.data``, as casts and moves of the module do, is refused at once.
 """
 
 from __future__ import annotations
@@ -56,21 +59,94 @@ class Guard:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        sets = _set_attribute(func)
+        if sets == "grad":
+            return _set_gradient(func, args)
+        if sets == "data":
+            _check_same_memory(*args)
         if _reads_metadata(func):
             return private.plain_call(func, args, kwargs)
-        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__) and _is_released(args[0]):
             return _describe(args[0])
         for slot in _guarded(args, kwargs):
-            answer = slot.group.on_guarded_use(slot, func)
+            answer = slot.group.on_guarded_use(slot, func, args)
             if answer is not None:
                 return answer
         return private.plain_call(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is an ordinary parameter; one whose data are away cannot be copied."""
+        with torch.no_grad():
+            values = self.detach().clone()  # type: ignore[attr-defined]  # every guard is also a Parameter
+        copied = type(self).__mro__[2](values, requires_grad=self.requires_grad)  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
 
 
 @cache
 def guard_class(cls: type) -> type:
     """The guard for parameters of class ``cls``; one per class, so that a parameter's class can be swapped."""
     return type(f"Released{cls.__name__}", (Guard, cls), {"__module__": cls.__module__})
+
+
+def reads_data(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is the reading of ``param.data``."""
+    return _attribute(func, "__get__") == "data"
+
+
+def replaced_data(name: str) -> str:
+    """What to say of a parameter whose data were replaced."""
+    return (
+        f"the data of parameter {name!r} were replaced after sharding (by param.data = ..., model.to(...), "
+        "model.half(), load_state_dict(assign=True), ...), so training would not reach it. Write in place "
+        "(param.copy_(...) under torch.no_grad() and shardcore.summon(model, writeback=True)), and move or cast the "
+        "model before shardcore.shard"
+    )
+
+
+def _attribute(func: Callable[..., Any], *accesses: str) -> str:
+    """The name of the attribute that ``func`` reads, sets or deletes, if it is such an access."""
+    if getattr(func, "__name__", "") not in accesses:
+        return ""
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def _set_attribute(func: Callable[..., Any]) -> str:
+    return _attribute(func, "__set__", "__delete__")
+
+
+def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``param.grad = value`` or ``del param.grad``: what the user means for the sharded gradient."""
+    slot = find_slot(args[0])
+    value = args[1] if len(args) > 1 else None
+    grads = None if slot is None else slot.group.grads
+    if slot is None or grads is None or (value is None and grads.exposed):
+        return private.plain_call(func, args, None)
+    slot.group.root.check_here("lp_grads", "contiguous_grad_buffer", what=f"setting the gradient of {slot.name!r}")
+    if value is None:
+        return grads.drop(slot.index)
+    if grads.exposed:
+        return grads.assign(slot.index, value)
+    raise StateError(
+        f"the gradient of parameter {slot.name!r} (stage {slot.group.policy.stage}) is not on the parameter, and one "
+        "set there would not be used: all ranks call shardcore.zero.set_full_grad(param, value) (safe_set_full_grad)"
+    )
+
+
+def _check_same_memory(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Setting ``param.data`` to what it is already is harmless, as moves to the same device do it."""
+    slot = find_slot(param)
+    if slot is None or slot.group.releases:
+        return  # the reading refuses it
+    with private.without_torch_function():
+        same = value.data_ptr() == param.data_ptr() and (value.dtype, value.shape) == (param.dtype, param.shape)
+    if not same:
+        raise StateError(replaced_data(slot.name))
+
+
+def _is_released(param: torch.Tensor) -> bool:
+    slot = find_slot(param)
+    return slot is None or (slot.group.releases and not slot.group.pins)
 
 
 def _reads_metadata(func: Callable[..., Any]) -> bool:

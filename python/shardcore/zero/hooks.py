@@ -25,6 +25,9 @@ from shardcore.zero.group import ShardGroup
 from shardcore.zero.root import Root, Unit
 from shardcore.zero.trees import map_tensors, tensors_in
 
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+"""All sharded models of this process."""
+
 
 def install(root: Root) -> None:
     """Put the hooks of ``root`` on its module, units and parameters. ``torch.compile`` leaves them alone."""
@@ -37,6 +40,9 @@ def install(root: Root) -> None:
             unit.module.register_forward_hook(hooks.post_forward)
     private.before_any_optimizer_step(_refuse_unsharded_optimizer)
     private.before_any_clipping(_refuse_unsharded_clipping)
+    private.before_any_norm(_refuse_norm_of_nothing)
+    private.after_any_zero_grad(_clear_sharded)
+    _roots.add(root)
     outer = _RootHooks(root)
     root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
     root.module.register_forward_hook(outer.post_forward, always_call=True)
@@ -67,6 +73,28 @@ def _refuse_unsharded_clipping(params: Sequence[torch.Tensor]) -> None:
                 f"{slot.group.policy.stage}), which are not on its parameters: use shardcore.optimizer(..., "
                 "max_grad_norm=...) or the configuration's gradient_clipping, which clip in step()"
             )
+
+
+def _refuse_norm_of_nothing() -> None:
+    """The norm of no gradients is 0: wrong where the gradients of a sharded model wait for a step."""
+    for root in _roots:
+        holding = [g for g in root.groups if g.grads is not None and not g.grads.exposed and any(g.grads.present)]
+        if holding:
+            raise StateError(
+                "torch.nn.utils.get_total_norm got no gradients, while a sharded model has some that are not on its "
+                "parameters: set max_grad_norm (or track_grad_norm) and read optimizer.grad_norm after step(), or give "
+                "it shardcore.zero.full_grad(param) of each parameter (collective)"
+            )
+
+
+def _clear_sharded(module: nn.Module, set_to_none: bool) -> None:
+    """``module.zero_grad()`` of a sharded model, a part or a wrapper of one."""
+    by_root: dict[Root, list[ParameterSlot]] = {}
+    for slot in map(find_slot, module.parameters()):
+        if slot is not None and slot.group.trainable:
+            by_root.setdefault(slot.group.root, []).append(slot)
+    for root, slots in by_root.items():
+        root.clear_gradients_of(slots, set_to_none)
 
 
 class _GradientHooks:

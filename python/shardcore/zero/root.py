@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from shardcore.zero.window import Window
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
     from shardcore.plan import ShardPlan
-    from shardcore.protocols import LossScale, ParameterSlot
+    from shardcore.protocols import LossScale, ParameterSlot, ShardedOptimizerMark
     from shardcore.zero.policy import Policy, Precision
 
 
@@ -36,6 +37,19 @@ class Unit:
         """Calls of its forward that have not returned, outermost first."""
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
+        self._borrowed: list[ShardGroup] = []
+
+    def add(self, group: ShardGroup) -> None:
+        """Use a group of another unit, too."""
+        if group not in self.groups:
+            self.groups.append(group)
+            self._borrowed.append(group)
+
+    def discard(self, group: ShardGroup) -> None:
+        """Use it no longer; the unit's own groups stay."""
+        if group in self._borrowed:
+            self._borrowed.remove(group)
+            self.groups.remove(group)
 
 
 class Root:
@@ -91,6 +105,24 @@ class Root:
         """Micro-batches in the window, where an engine counts them."""
         self.loss_is_scaled = False
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
+        self.num_tokens: float | torch.Tensor | None = None
+        """Target tokens of this rank in the window, where gradients are normalised by them; else None."""
+        self._correction = 1.0
+        self.num_passes = 0
+        """Backwards and clearings so far: what an optimizer has done to gradients holds until the next."""
+        self.optimizers: list[weakref.ref[ShardedOptimizerMark]] = []
+        """The optimizers made for this model, the latest last."""
+        self.sessions: list[Any] = []
+        """Open contexts that show whole parameters, outermost first."""
+        self.offloaded: set[str] = set()
+        """States that ``offload_states`` has moved away."""
+        self.is_closed = False
+        """The engine was destroyed: nothing trains any more."""
+        self.parked: dict[str, list[Any]] = {}
+        """Where they are meanwhile."""
+        self._places = [
+            (m._parameters, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)
+        ]
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
@@ -105,22 +137,52 @@ class Root:
         """By what the gradient of a plain backward is multiplied where it enters the model."""
         if self.loss_is_scaled:
             return 1.0
-        return (self._loss_scale.scale if self._loss_scale is not None else 1.0) / self.accumulation
+        return self.loss_scale / (1 if self.num_tokens is not None else self.accumulation)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that plain backwards, and the engine's, apply to the loss."""
+        return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     @property
     def window_correction(self) -> float:
         """By what the gradients of a partial accumulation window are multiplied, so that they are a mean over what
-        is in.
+        is in. Known once the window is finished.
         """
-        num_in = self.num_micro_batches or self.window.num_backwards
-        return self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
+        return self._correction
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a forward or backward of some model runs now."""
+        return self.forward_depth > 0 or private.in_backward()
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
         self._loss_scale = scale
 
+    def watch(self) -> None:
+        """Between passes: notice what is done to parameters and their gradients from outside."""
+        if not self.policy.shards_params and not self.is_passing:
+            for group in self.groups:
+                group.watch()
+
+    def check_here(self, *states: str, what: str) -> None:
+        """Raise if one of these states (any, if none is named) was moved away by ``offload_states``.
+
+        Raises:
+            StateError: names the states, and what brings them back.
+        """
+        if self.is_closed:
+            raise StateError(f"{what}: this engine was destroyed; initialize a new one")
+        away = sorted(self.offloaded & set(states) if states else self.offloaded)
+        if away:
+            raise StateError(
+                f"{what} needs {', '.join(away)}, which offload_states moved to the host: call reload_states() first"
+            )
+
     def begin_forward(self) -> None:
         """The root module's forward starts."""
+        self.check_here("lp_params", what="the model's forward")
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
@@ -128,6 +190,7 @@ class Root:
                 self._program.end()
             if self.prefetcher is not None and not private.in_backward():
                 self.prefetcher.begin(self._kind_of_forward())
+            self._unwatch()
         self.forward_depth += 1
 
     def end_forward(self, *, failed: bool = False) -> None:
@@ -140,16 +203,21 @@ class Root:
             unit.calls.clear()  # of a forward that failed
         if failed:
             self._forget_holders()
+            self.watch()
             return
         self._release_all_units()
         if self.prefetcher is not None and not torch.is_grad_enabled():
             self.prefetcher.end()
+        self.watch()
 
     def begin_backward(self) -> None:
         """Called by the first hook that fires in a backward."""
         if self.backward_running:
             return
+        self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
         self.backward_running = True
+        self.num_passes += 1
+        self._unwatch()
         self._forget_errors_of_another_scale()
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
@@ -166,6 +234,9 @@ class Root:
                 if group.grads is not None:
                     group.grads.finish_reduce()
                     group.grads.expose()
+        if not self.forward_depth:
+            for group in self.groups:
+                group.watch()
 
     def finish_gradients(self) -> list[list[bool]]:
         """Reduce what is not reduced yet; per trainable group and parameter: has any rank a gradient? Collective."""
@@ -173,19 +244,77 @@ class Root:
             raise StateError(
                 "step() was called while a backward is running or after one failed; call reset_iteration() first"
             )
+        self.check_here(what="step()")
+        if self.sessions:
+            raise StateError("step() inside summon or GatheredParameters: leave the context first")
         self.rest()
+        with private.without_torch_function():
+            for group in self.groups:
+                if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
+                    raise StateError(_thawed(group.slots))
         for group in self.groups:
-            if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
-                raise StateError(_thawed(group.slots))
             group.check_storage()
+        for params, key, param in self._places:
+            if params.get(key, param) is not param:
+                raise StateError(
+                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding "
+                    "(by model.to(another device), ...), so training would not reach it: move the model before "
+                    "shardcore.shard"
+                )
+        if self.window.num_backwards:
+            num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
+            num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
+            self._correction = self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
         present = self.window.finish()
         self._program.end()
         return present
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
-        self.num_micro_batches = 0
+        if not set_to_none:
+            self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad(set_to_none=False)")
+        self.num_micro_batches = self.window.num_backwards_in_micro_batch = 0
+        self.num_passes += 1
+        self._correction = 1.0
+        if self.num_tokens is not None:
+            self.num_tokens = 0.0
         self.window.clear(set_to_none)
+
+    def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forget the gradients of these parameters; of all trainable ones, as :meth:`clear_gradients`."""
+        if len(slots) == sum(len(group.slots) for group in self.groups if group.trainable):
+            self.clear_gradients(set_to_none)
+            return
+        self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad of a part")
+        for slot in slots:
+            slot.group.grads.drop(slot.index, set_to_none=set_to_none)
+
+    def settle_gradient(self, slot: ParameterSlot) -> bool:
+        """Bring the reduced gradient of this parameter's group up to date; returns whether any rank has a gradient for
+        the parameter. Collective over the data-parallel axis.
+        """
+        grads = slot.group.grads
+        grads.finish_reduce()
+        grads.drop_unset()
+        flags = torch.tensor([grads.present[slot.index], grads.has_local], dtype=torch.uint8)
+        present, local = comm.max_over_ranks(flags, self.data_axis, f"gradient of {slot.name}").tolist()
+        if present or local:
+            grads.reduce_now(local_anywhere=bool(local))
+        return bool(present)
+
+    def gradient_scale(self, slot: ParameterSlot) -> float:
+        """By what the reduced gradient of a parameter is multiplied now: the loss scale, until an optimizer took it
+        out.
+        """
+        for optimizer in self.live_optimizers():
+            if optimizer.holds(slot.param) and optimizer.has_unscaled(self):
+                return 1.0
+        return self.loss_scale
+
+    def live_optimizers(self) -> list[ShardedOptimizerMark]:
+        """The optimizers made for this model that still exist."""
+        found = [reference() for reference in self.optimizers]
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def reset_iteration(self) -> None:
         """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls
@@ -204,9 +333,21 @@ class Root:
         for group in self.groups:
             group.abandon()
         self.num_micro_batches = 0
+        self.num_passes += 1
+        if self.num_tokens is not None:
+            self.num_tokens = 0.0
+        self.watch()
         self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
         self._program.end()
         comm.clear_failure()
+
+    def close(self) -> None:
+        """Train no more: gradients are freed, and passes of the model are refused."""
+        self.rest()
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.free()
+        self.is_closed = True
 
     def acquire(self, unit: Unit, phase: Phase) -> None:
         """Gather the unit's groups, or wait for them, and hold them. Collective over the shard axis."""
@@ -223,7 +364,13 @@ class Root:
         if self.prefetcher is not None and not any(group.holders for group in self.groups):
             self.prefetcher.end()
 
+    def _unwatch(self) -> None:
+        for group in self.groups:
+            group.unwatch()
+
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
+        if self.offloaded:
+            self.check_here("lp_params", what=f"the forward of unit {unit.name}")
         if self.prefetcher is not None and unit not in group.holders:
             self.prefetcher.enter(group, phase)
             group.holders[unit] = phase
@@ -265,8 +412,7 @@ class Root:
         if not self.forward_depth and not private.in_backward():
             return False
         unit = self.active[-1] if self.active else self.root_unit
-        if group not in unit.groups:
-            unit.groups.append(group)  # known from now on, so that its backward and the next step gather it in time
+        unit.add(group)  # known from now on, so that its backward and the next step gather it in time
         self._acquire_group(unit, group, "backward" if private.in_backward() else "forward")
         return True
 

@@ -19,6 +19,8 @@ from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.leaves import add_external_parameters
+from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.placement import check_offload, place
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
@@ -79,19 +81,18 @@ def shard(
         RankMismatchError: ranks built different models.
     """
     policy = Policy(stage=stage)
-    precision = precision or Precision()
-    communication = communication or Communication()
+    precision, communication = precision or Precision(), communication or Communication()
     communication.check(policy)
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
     mesh = _as_mesh(mesh)
+    axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
     _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
-    axes = _axes(mesh, policy, communication)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device), mesh)
     _broadcast_buffers(module, mesh)
     memory = place(offload, assignment, shard_plan, precision, mesh)
@@ -112,8 +113,9 @@ def shard(
     attach_root(module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
-    # Loops that clear gradients through the module must clear the sharded ones too.
-    object.__setattr__(module, "zero_grad", root.clear_gradients)
+    install_load_hooks(root)
+    add_external_parameters(module)
+    root.watch()
     object.__setattr__(module, "__deepcopy__", _refuse_copy)
     return module
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.zero.leaves import with_leaves
 
 Units = str | Sequence[nn.Module | type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
@@ -53,8 +54,9 @@ def assign_units(model: nn.Module, units: Units) -> Assignment:
     """
     names = {module: name for name, module in model.named_modules()}
     chosen = {model, *_choose(model, units, names)}
+    chosen = with_leaves(model, chosen)
     if units == "auto":
-        chosen |= _large_leftovers(model, chosen)
+        chosen = with_leaves(model, chosen | _large_leftovers(model, chosen))
     users: dict[nn.Parameter, list[nn.Module]] = {}
     aliases: dict[nn.Parameter, list[str]] = {}
     for owner, name, param in _walk(model, chosen):

@@ -92,8 +92,21 @@ class Window:
             _grads(group).finish_reduce()
             _grads(group).settle()
             _grads(group).expose()
-        self._expected, self.num_backwards = self.num_backwards, 0
+        # A second optimizer of the model finishes a window that the first has finished.
+        self._expected, self.num_backwards = self.num_backwards or self._expected, 0
         return present
+
+    def flush(self) -> None:
+        """Reduce what backwards left on the ranks, before the window's end. Collective over the data-parallel axis."""
+        for group in self._groups:
+            _grads(group).finish_reduce()
+        _, unreduced = self._agree()
+        for group in self._order:
+            if unreduced[group]:
+                _grads(group).start_reduce()
+        for group in self._order:
+            _grads(group).finish_reduce()
+            _grads(group).expose()
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients."""
