@@ -75,11 +75,11 @@ def _way(name: str, full: Any, axis: Any) -> Callable[[], Any]:
             work.wait()
 
     ways: dict[str, Callable[[], Any]] = {
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(own, full),
+        "reduce-scatter": lambda: dist.reduce_scatter_single(own, full),
         "all-reduce": lambda: dist.all_reduce(full),
         "all-to-all + sum": exchange_and_sum,
         "shardcore reduce": lambda: comm.reduce_shards(full, axis, "bench").wait(),
-        "all-gather": lambda: dist.all_gather_into_tensor(full, own),
+        "all-gather": lambda: dist.all_gather_single(full, own),
         "broadcasts": broadcast_each,
         "shardcore gather": lambda: comm.gather_shards(full, axis, "bench").wait(),
     }

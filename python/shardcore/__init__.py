@@ -52,6 +52,7 @@ _ROOMS = (
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "plan",
     "testing",
     "zero",

@@ -628,9 +628,11 @@ class PipelineSchedule:
         """
         The schedule as text for people and files: a header, then one line a rank. ``from_text`` reads it.
         """
-    def to_torch_csv(self, /) -> str:
+    def to_torch_csv(self, /, *, waits: bool = True) -> str:
         """
         The schedule as the CSV of ``torch.distributed.pipelining``, which its ``_load_csv`` reads.
+
+        Torch from 2.15 on ``waits`` for sends and reductions in the file; for torch before, pass ``waits=False``.
 
         Raises ``PlanError`` for what torch has no form for: two chains, sequence slices, forward-only programs, tied
         reductions and optimizer steps.

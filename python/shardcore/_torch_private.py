@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -85,6 +86,12 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """As :func:`version`, for many, which may be guarded parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor._version for tensor in tensors]
+
+
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` out of a hook: it breaks the graph there instead of tracing collectives and storages.
 
@@ -140,12 +147,12 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     A scheduler wraps ``step`` to warn if it is stepped first; the replacement carries its mark on (see `mark_stepped`).
     """
 
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         replaced._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = replaced  # type: ignore[method-assign]
+    optimizer.step = MethodType(replaced, optimizer)  # type: ignore[method-assign]  # schedulers want a bound method
 
 
 @contextmanager

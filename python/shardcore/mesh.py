@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -137,6 +137,8 @@ class Mesh:
         self.ep = ep
         self._ranks_per_node = _check_ranks_per_node(ranks_per_node, self.world)
         self._splits: dict[tuple[str, int], Split] = {}
+        self.attached: dict[str, Any] = {}
+        """What rooms have made for this mesh, once: channels between ranks. It goes with the mesh."""
         self._axes = {name: self._make_axis(name, (name,)) for name in _AXES}
         self._axes["dp"] = self._make_dp()
 
@@ -156,6 +158,12 @@ class Mesh:
         if name not in self._axes:
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
         return self._axes[name]
+
+    def rows(self, name: str) -> list[tuple[int, ...]]:
+        """The global ranks of every row along the axis ``name``; this rank is in one. Alike on all ranks."""
+        self[name]
+        dims = ("replicate", "shard") if name == "dp" else (name,)
+        return [tuple(row) for row in self._rows(dims)]
 
     @property
     def data_rank(self) -> int:

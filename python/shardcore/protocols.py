@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from shardcore.mesh import Axis
+    from shardcore.mesh import Axis, Mesh
 
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
+_PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
 
 
 class LossScale(Protocol):
@@ -92,11 +93,12 @@ class ShardedGroup(Protocol):
 class ShardedRoot(Protocol):
     """A sharded model: its groups and the bookkeeping of one optimizer window."""
 
+    module: torch.nn.Module
+    device: torch.device
     shard_axis: Axis
     data_axis: Axis
     skip_nonfinite: bool
     precision: Any
-    device: torch.device
     offload: Any
     """Where states rest: a :class:`shardcore.offload.Offload`."""
     num_tokens: float | torch.Tensor | None
@@ -134,6 +136,21 @@ class ShardedRoot(Protocol):
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
+class PipelinePart(Protocol):
+    """What a pipeline's module, which holds one rank's stages, tells the optimizer."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was made for."""
+
+    @property
+    def pipeline_axis(self) -> Axis:
+        """The axis over which the stages lie."""
+
+    def counts_in_norm(self, param: torch.nn.Parameter) -> bool:
+        """Whether this rank counts the parameter in the global norm; one rank does for each."""
+
+
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
 
@@ -146,7 +163,7 @@ class ShardedOptimizerMark:
         """Whether this optimizer updates the parameter."""
         raise NotImplementedError
 
-    def has_unscaled(self, root: ShardedRoot) -> bool:
+    def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
         raise NotImplementedError
 
@@ -181,6 +198,17 @@ def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
 def find_root(module: torch.nn.Module) -> Any | None:
     """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None."""
     return module.__dict__.get(_ROOT_ATTRIBUTE)
+
+
+def attach_pipeline(part: PipelinePart) -> None:
+    """Mark a module as one rank's stages of a pipeline."""
+    object.__setattr__(part, _PIPELINE_ATTRIBUTE, True)
+
+
+def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
+    """The module itself if it is one rank's stages of a pipeline, else None."""
+    part: Any = module
+    return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
 
 
 def attach_slot(slot: ParameterSlot) -> None:

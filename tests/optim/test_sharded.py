@@ -38,9 +38,13 @@ def test_replaced_data_are_noticed(stage: int) -> None:
     sharded = model(stage)
     optim = sc.optimizer("sgd", sharded, lr=0.1)
     sharded(torch.ones(2, 4)).sum().backward()
-    sharded[0].weight.data = torch.ones(4, 4)
     with pytest.raises(StateError, match=r"0\.weight"):
-        optim.step()
+        sharded[0].weight.data = torch.ones(4, 4)
+    optim.step()
+    sharded[1].register_forward_pre_hook(lambda module, args: setattr(sharded[0].weight, "data", torch.ones(4, 4)))
+    sharded(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StateError, match=r"0\.weight"):
+        optim.step()  # where it was replaced during a pass
 
 
 @spmd(world=2)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from plan.torch_form import WAITS
 from shardcore import plan, testing
 from shardcore.errors import PlanError
 
@@ -25,7 +26,7 @@ def stages(num_ranks: int, num_stages: int, num_local: int) -> list[Any]:
 
 def read_by_torch(path: Path, schedule: plan.PipelineSchedule) -> Any:
     """The runtime that torch makes of our file."""
-    path.write_text(schedule.to_torch_csv(), newline="")
+    path.write_text(schedule.to_torch_csv(waits=WAITS), newline="")
     local = stages(schedule.num_ranks, schedule.num_stages, len(schedule.stages(0)))
     runtime = torch_schedules._PipelineScheduleRuntime(local, schedule.num_microbatches, loss_fn=lambda *_: None)
     runtime._load_csv(path, format="compute_comms" if schedule.is_lowered else "compute_only")
@@ -125,6 +126,7 @@ def test_waits_stand_where_torch_wants_them() -> None:
     for row in rows:
         reduce = next(cell for cell in row if cell.endswith("REDUCE_GRAD"))
         assert row[row.index(reduce) + 1] == reduce.replace("REDUCE", "WAIT_REDUCE")
+    assert "WAIT" not in schedule.to_torch_csv(waits=False)
 
 
 @pytest.mark.parametrize(

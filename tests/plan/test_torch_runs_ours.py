@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from plan.torch_form import WAITS
 from shardcore import plan
 from shardcore.testing import spmd
 
@@ -41,7 +42,7 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     local = [PipelineStage(chunks[stage], stage, num_stages, torch.device("cpu")) for stage in schedule.stages(rank)]
     runtime = torch_schedules._PipelineScheduleRuntime(local, NUM_MICROBATCHES, loss_fn=nn.MSELoss())
     path = tmp_path / f"rank{rank}.csv"
-    path.write_bytes(schedule.lower(zero_stage=1).to_torch_csv().encode())
+    path.write_bytes(schedule.lower(zero_stage=1).to_torch_csv(waits=WAITS).encode())
     runtime._load_csv(path, format="compute_comms")
     first, last = 0 in schedule.stages(rank), num_stages - 1 in schedule.stages(rank)
     runtime.step(*([inputs] if first else []), target=targets if last else None)

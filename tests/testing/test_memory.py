@@ -147,6 +147,6 @@ def test_buffers_of_collectives_are_seen() -> None:
     everyone.untyped_storage().resize_(0)
     with PeakTensorBytes() as memory:
         everyone.untyped_storage().resize_(2 * KIB)
-        dist.all_gather_into_tensor(everyone, mine, async_op=True).wait()
+        dist.all_gather_single(everyone, mine, async_op=True).wait()
         everyone.untyped_storage().resize_(0)
     assert memory.peak_nbytes - memory.start_nbytes == 2 * KIB

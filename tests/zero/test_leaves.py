@@ -86,6 +86,22 @@ def test_leaves_are_set_found_and_taken_back() -> None:
         set_z3_leaf_modules(engine.module, [Experts])
 
 
+@spmd(world=2)
+def test_the_configuration_names_leaves() -> None:
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    for leaves in ({"classes": ["Experts", "OfAnotherModel"]}, {"names": ["layers.0", "layers.1"]}):
+        settings["zero_optimization"] = {"stage": 3, "leaf_module": leaves}
+        engine, _, _, _ = deepspeed.initialize(model=Mixture(), config=settings)
+        assert get_z3_leaf_modules(engine.module) == list(engine.module.layers)
+    settings["zero_optimization"] = {"stage": 3, "leaf_module": {"name_suffixes": ["experts", ".1"]}}
+    engine, _, _, _ = deepspeed.initialize(model=Mixture(), config=settings)
+    assert [type(module) for module in get_z3_leaf_modules(engine.module)][:2] == [nn.ModuleList, Block]
+    for leaves in ({"names": ["nowhere"]}, {"classes": ["Nowhere"]}):
+        settings["zero_optimization"] = {"stage": 3, "leaf_module": leaves}
+        with pytest.raises(ConfigError, match="owhere"):
+            deepspeed.initialize(model=Mixture(), config=settings)
+
+
 class Borrower(nn.Module):
     """Its forward uses a weight that another module holds."""
 
@@ -125,14 +141,16 @@ def groups_of(model: nn.Module, module: nn.Module) -> list[str]:
 @pytest.mark.parametrize("registers", [True, False])
 @spmd(world=2)
 def test_a_parameter_used_outside_its_module(stage: int, registers: bool) -> None:
-    model = check_follows(lambda: Lending(registers), play, stage=stage, units=[nn.Linear, Borrower])
+    model = check_follows(
+        lambda: Lending(registers), play, stage=stage, units=lambda name, module: name in ("first", "second")
+    )
     if stage == 3:
         assert "first#0" in groups_of(model, model.second), "registered, or found out"
 
 
 @spmd(world=2)
 def test_external_parameters_of_a_sharded_model() -> None:
-    model = sc.shard(seeded(lambda: Lending(False)), stage=3, units=[nn.Linear, Borrower])
+    model = sc.shard(seeded(lambda: Lending(False)), stage=3, units=lambda name, module: name in ("first", "second"))
     own = groups_of(model, model.second)
     deepspeed.zero.register_external_parameter(model.second, model.first.weight)
     assert groups_of(model, model.second) == [*own, "first#0"]

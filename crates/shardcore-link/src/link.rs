@@ -137,7 +137,10 @@ impl Link {
         };
         let offer = Offer { tag, address: source as u64, nbytes: nbytes as u64 };
         self.shared.own.get().publish(sequence, offer);
-        work.send(Work { sequence, tag, pulls }).map_err(|_| LinkError::Closed)?;
+        if work.send(Work { sequence, tag, pulls }).is_err() {
+            // The thread is gone, since an exchange under way has failed.
+            return Err(self.shared.check().err().unwrap_or(LinkError::Closed));
+        }
         queue.next += 1;
         Ok(sequence)
     }

@@ -294,10 +294,13 @@ impl PyPipelineSchedule {
 
     /// The schedule as the CSV of ``torch.distributed.pipelining``, which its ``_load_csv`` reads.
     ///
+    /// Torch from 2.15 on ``waits`` for sends and reductions in the file; for torch before, pass ``waits=False``.
+    ///
     /// Raises ``PlanError`` for what torch has no form for: two chains, sequence slices, forward-only programs, tied
     /// reductions and optimizer steps.
-    fn to_torch_csv(&self, py: Python<'_>) -> PyResult<String> {
-        gil::run(py, || self.0.to_torch_csv())
+    #[pyo3(signature = (*, waits = true))]
+    fn to_torch_csv(&self, py: Python<'_>, waits: bool) -> PyResult<String> {
+        gil::run(py, || self.0.to_torch_csv(waits))
     }
 
     /// Reads the CSV of ``torch.distributed.pipelining``, with or without communication.

@@ -1,7 +1,7 @@
 """Collectives on flat buffers, and the watch that turns a hang into an error.
 
-Everything that crosses ranks goes through this room: data by :mod:`collectives`, agreement on small values by
-:mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
+Everything that crosses ranks goes through this room: data by :mod:`collectives` and :mod:`p2p`, agreement on small
+values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
 from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
@@ -15,6 +15,7 @@ from shardcore.comm.collectives import (
     traffic,
     traffic_by_edge,
 )
+from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
@@ -30,14 +31,20 @@ from shardcore.comm.watch import (
 
 __all__ = [
     "After",
+    "Channel",
     "Coding",
     "Handle",
+    "Message",
     "Program",
     "RankFailedError",
+    "Receipt",
     "Route",
+    "Tag",
     "agree_on",
     "all_reduce",
+    "axes_over",
     "broadcast",
+    "channels",
     "check_level",
     "clear_failure",
     "exchange",
@@ -53,4 +60,5 @@ __all__ = [
     "sum_over_ranks",
     "traffic",
     "traffic_by_edge",
+    "unpack",
 ]

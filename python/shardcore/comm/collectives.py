@@ -74,7 +74,7 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
         program.enter(entry)
     shards = _shards(full, axis)
     if full.is_cuda:
-        work = dist.all_gather_into_tensor(full, shards[axis.rank], group=axis.group, async_op=True)
+        work = dist.all_gather_single(full, shards[axis.rank], group=axis.group, async_op=True)
         return Handle((_work(work),), entry)
     link = neighbours.link_of(axis)
     if link is None:
@@ -94,7 +94,7 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
         program.enter(entry)
     shards = _shards(full, axis)
     if full.is_cuda:
-        work = dist.reduce_scatter_tensor(shards[axis.rank], full, group=axis.group, async_op=True)
+        work = dist.reduce_scatter_single(shards[axis.rank], full, group=axis.group, async_op=True)
         return Handle((_work(work),), entry)
     return _exchange_and_sum(full, shards, axis, entry)
 

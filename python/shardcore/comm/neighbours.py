@@ -68,10 +68,18 @@ def exchange(
 
     Args:
         pulls: ``(position of the rank, offset in bytes in what it gives, tensor to fill)``.
+
+    Raises:
+        RankFailedError: a rank has failed, or is gone.
+        RankMismatchError: an earlier exchange has failed.
     """
     if link.num_started >= _NUM_SLOTS:
         watch.wait(LinkWork(link, link.num_started - _NUM_SLOTS), entry)
-    return LinkWork(link, link.exchange(zlib.crc32(entry.label.encode()), source, pulls))
+    try:
+        sequence = link.exchange(zlib.crc32(entry.label.encode()), source, pulls)
+    except RankMismatchError as error:  # of an exchange under way
+        watch.raise_lost_connection(entry, error)
+    return LinkWork(link, sequence)
 
 
 def link_of(axis: Axis) -> HostLink | None:

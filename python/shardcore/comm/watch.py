@@ -8,6 +8,7 @@ message there, and all raise with it. Ranks that merely compute longer are waite
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import time
 import traceback
 import zlib
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from shardcore import _torch_private as private
 from shardcore._core import HostLink
 from shardcore._torch_private import Store
-from shardcore.errors import RankMismatchError
+from shardcore.errors import RankMismatchError, StateError
 from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
@@ -63,7 +65,9 @@ class _Board:
     rank: int
     epoch: int = 0
     digest: int = 0
-    failed: bool = False
+    failure: str | None = None
+    """What this rank has told of its own failure."""
+    pid: int = field(default_factory=os.getpid)
     sequence: dict[str, int] = field(default_factory=dict)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
     links: dict[str, HostLink | None] = field(default_factory=dict)
@@ -83,6 +87,8 @@ def board() -> _Board:
     if _board is None or _board.store is not store:
         _board = _Board(store, dist.get_rank() if store is not None else 0)
         sys.excepthook = _report_uncaught
+        atexit.unregister(_report_end)
+        atexit.register(_report_end)
     return _board
 
 
@@ -91,9 +97,16 @@ def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
     all steps is that of the program, whoever waits for what.
     """
     b = board()
+    if b.pid != os.getpid():
+        raise StateError(
+            f"{operation} of {unit} in a forked process: exchanges between ranks belong to the process that started "
+            "them. Use a sharded model in its rank's own process (a DataLoader's workers must not touch it)"
+        )
     if b.unfinished is not None:
         unfinished, b.unfinished = b.unfinished, None
         unfinished.start_rest()
+    if b.failure is not None:
+        _withdraw_failure(b)
     key = axis.key
     sequence = b.sequence.get(key, 0)
     b.sequence[key] = sequence + 1
@@ -133,7 +146,7 @@ def wait(work: Waitable, entry: Entry) -> None:
             return
         except RuntimeError as error:
             if work.is_completed() or "timed out" not in str(error).lower():
-                _raise_lost_connection(entry, error)
+                raise_lost_connection(entry, error)
         look_around(entry)
         if time.monotonic() > deadline:
             raise RankMismatchError(f"{_where(entry)}: no answer within {_timeout_s():.0f} s. {_absent(entry)}")
@@ -223,16 +236,25 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the other ranks that this one cannot go on. The first report of the job is kept. Never raises."""
+    """Tell the other ranks that this one cannot go on. The first report of the job is kept. Never raises.
+
+    If the exception is caught after all, the report is withdrawn as soon as this rank enters its next collective.
+    """
     b = board()
-    if b.store is None or b.failed or isinstance(error, RankFailedError):
+    if b.store is None or b.failure is not None or isinstance(error, RankFailedError):
         return
-    b.failed = True
     text = "".join(traceback.format_exception_only(error)).strip()
-    try:
-        b.store.compare_set(_key(b, "failure"), "", json.dumps({"rank": b.rank, "message": text}))
-    except RuntimeError:  # the store went with rank 0: nobody is left to be told
-        return
+    b.failure = json.dumps({"rank": b.rank, "message": text})
+    with suppress(RuntimeError):  # the store went with rank 0: nobody is left to be told
+        b.store.compare_set(_key(b, "failure"), "", b.failure)
+
+
+def _withdraw_failure(b: _Board) -> None:
+    """This rank has failed, and goes on all the same."""
+    told, b.failure = b.failure, None
+    if b.store is not None and told is not None:
+        with suppress(RuntimeError):
+            b.store.compare_set(_key(b, "failure"), told, "")  # an empty report is none
 
 
 def check_level(axis: Axis) -> None:
@@ -271,7 +293,7 @@ def clear_failure() -> None:
     """Forget a reported failure, after the model was reset. Collective: every rank calls it."""
     b = board()
     b.epoch += 1
-    b.failed = False
+    b.failure = None
     b.digest = 0
     b.sequence.clear()
     b.history.clear()
@@ -279,15 +301,25 @@ def clear_failure() -> None:
 
 def _raise_failure(b: _Board, entry: Entry) -> None:
     key = _key(b, "failure")
-    if b.store is not None and b.store.check([key]):
-        failure: dict[str, Any] = json.loads(b.store.get(key))
+    if b.store is None:
+        return
+    told = b.store.get(key) if b.store.check([key]) else None
+    if told:
+        failure: dict[str, Any] = json.loads(told)
         if failure["rank"] != b.rank:
             raise RankFailedError(
                 f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {_where(entry)})"
             )
+    for rank in entry.axis.ranks:
+        key = _key(b, f"ended/{rank}")
+        if rank != b.rank and b.store.check([key]) and _lacks(json.loads(b.store.get(key)), entry):
+            raise RankFailedError(
+                f"rank {rank} has ended its program without {_where(entry)}, in which rank {b.rank} waits: every rank "
+                "must take the same steps (its own output may say why it ended)"
+            )
 
 
-def _raise_lost_connection(entry: Entry, error: RuntimeError) -> None:
+def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
     """A peer closed its connection: it failed or is gone. Wait shortly for its reason."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline:
@@ -346,6 +378,19 @@ def _absent(entry: Entry) -> str:
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     report_failure(error)
     _excepthook(kind, error, trace)
+
+
+def _report_end() -> None:
+    """The interpreter ends, whatever the exit status: ranks that wait for this one learn how far it came."""
+    b = _board
+    if b is not None and b.store is not None and b.pid == os.getpid():  # not in a forked child
+        with suppress(RuntimeError):
+            b.store.set(_key(b, f"ended/{b.rank}"), json.dumps(b.sequence))
+
+
+def _lacks(sequence: dict[str, int], entry: Entry) -> bool:
+    """Whether a rank that entered so many collectives of each axis never entered this one."""
+    return sequence.get(entry.axis.key, 0) <= entry.sequence
 
 
 def _where(entry: Entry) -> str:

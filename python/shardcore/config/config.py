@@ -14,6 +14,7 @@ from shardcore.config.sections import (
     FloatDtype,
     FP16Config,
     GradientConfig,
+    LeafConfig,
     LoggingConfig,
     NetworkConfig,
     OffloadConfig,
@@ -60,6 +61,7 @@ class Config:
     """Sharding."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Homes outside the device."""
+    leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -146,6 +146,18 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeafConfig:
+    """Modules that are one unit with everything in them, whichever of their parts a rank uses."""
+
+    classes: tuple[str, ...] = ()
+    """Names of their classes; at least one must be in the model."""
+    names: tuple[str, ...] = ()
+    """Their full names."""
+    name_suffixes: tuple[str, ...] = ()
+    """What their full names end with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
     """Over which ranks shards are cut, and in what form they travel."""
 
@@ -199,6 +211,7 @@ SECTIONS: dict[str, type] = {
     "data_types": DataTypesConfig,
     "zero": ZeroConfig,
     "offload": OffloadConfig,
+    "leaves": LeafConfig,
     "network": NetworkConfig,
     "data": DataConfig,
     "logging": LoggingConfig,

@@ -202,7 +202,11 @@ _ZERO: dict[str, Entry] = {
         ),
     ),
 }  # fmt: skip
-_LEAF_MODULE = _each("name the units in shardcore.shard", classes=TEXTS, names=TEXTS, name_suffixes=TEXTS)
+_LEAF_MODULE: dict[str, Entry] = {
+    "classes": Field("leaves.classes", TEXTS),
+    "names": Field("leaves.names", TEXTS),
+    "name_suffixes": Field("leaves.name_suffixes", TEXTS),
+}
 _DEVICE = choice("none", "cpu", "nvme")
 _OFFLOAD_PARAM: dict[str, Entry] = {
     "device": Field("offload.param_device", _DEVICE),

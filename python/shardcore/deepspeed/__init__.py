@@ -11,13 +11,24 @@ from functools import partial
 from typing import Any
 
 from shardcore import __version__
-from shardcore.deepspeed import utils, zero
+from shardcore.deepspeed import pipe, utils, zero
+from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.engine import Engine as DeepSpeedEngine
 from shardcore.engine import initialize as _initialize
 from shardcore.errors import ConfigError
 from shardcore.mesh import init_process_group
 
-__all__ = ["DeepSpeedEngine", "__version__", "add_config_arguments", "init_distributed", "initialize", "utils", "zero"]
+__all__ = [
+    "DeepSpeedEngine",
+    "PipelineModule",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "pipe",
+    "utils",
+    "zero",
+]
 
 initialize = partial(_initialize, drop_in=True)
 

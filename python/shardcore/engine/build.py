@@ -23,7 +23,7 @@ from shardcore.mesh import Mesh
 from shardcore.offload import Offload
 from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
 from shardcore.optim import optimizer as make_optimizer
-from shardcore.protocols import LossScale
+from shardcore.protocols import LossScale, find_pipeline
 
 _log = logging.getLogger("shardcore")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -76,14 +76,14 @@ def initialize(
         )
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    mesh = mesh_param if isinstance(mesh_param, Mesh) else Mesh() if mesh_param is None else Mesh.from_torch(mesh_param)
+    mesh = _mesh(model, mesh_param)
     loaded = load_config(
         _config_source(args, config, config_params, failure),
         data_world=mesh.data_world,
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
     )
-    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None)
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
@@ -96,7 +96,16 @@ def initialize(
     return engine, sharded, engine.training_dataloader, scheduler
 
 
+def _mesh(model: nn.Module, given: Any) -> Mesh:
+    """The mesh that was given, else a pipeline's own, else all ranks in data parallel."""
+    if given is not None:
+        return given if isinstance(given, Mesh) else Mesh.from_torch(given)
+    part = find_pipeline(model)
+    return Mesh() if part is None else part.mesh
+
+
 def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communication) -> None:
+    _mark_leaves(config, model)
     zero.shard(
         model,
         mesh,
@@ -129,6 +138,22 @@ def _offload(config: Config) -> Offload | None:
         return offload
     # Front ends write DeepSpeed's default, a thousand million, which would leave nothing to overlap.
     return dataclasses.replace(offload, tile_numel=min(asked.sub_group_size, offload.tile_numel))
+
+
+def _mark_leaves(config: Config, model: nn.Module) -> None:
+    """Follow ``zero_optimization.leaf_module``."""
+    leaves = config.leaves
+    modules = dict(model.named_modules())
+    unknown = [name for name in leaves.names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
+            "model.named_modules()"
+        )
+    by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
+    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+        if found:
+            zero.set_leaf_modules(model, found)
 
 
 def _prefetch_limits(config: Config) -> zero.PrefetchLimits:

@@ -16,18 +16,19 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardcore import comm, data
 from shardcore.config import BatchSizes, Config
+from shardcore.engine.pipelined import PipelineCalls
 from shardcore.engine.queries import Queries
 from shardcore.engine.timing import PhaseTimes
 from shardcore.engine.upkeep import Upkeep
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Mesh
 from shardcore.optim import ShardedOptimizer
-from shardcore.protocols import find_root
+from shardcore.protocols import find_pipeline, find_root
 
 _log = logging.getLogger("shardcore")
 
 
-class Engine(Queries, Upkeep, nn.Module):
+class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
     """Trains a sharded module by ``loss = engine(batch); engine.backward(loss); engine.step()``, once per micro-batch.
 
     ``step`` acts when ``gradient_accumulation_steps`` micro-batches are in; before that it only counts. A plain
@@ -64,10 +65,14 @@ class Engine(Queries, Upkeep, nn.Module):
         self._forced_boundary: bool | None = None
         self._is_coalesced = self._is_counting = False
         self._times = PhaseTimes(enabled=config.logging.wall_clock_breakdown)
+        self.is_pipeline = find_pipeline(module) is not None
+        """Whether the module is one rank's stages; then its forward is a whole training step, backward included."""
         self._prepare_backward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """The module's forward; of a pipeline, forward and backward of a whole step, which returns its mean loss."""
+        if self.is_pipeline:
+            return self._call_pipeline(*args, **kwargs)
         with self._times.phase("forward"):
             return self.module(*args, **kwargs)
 
@@ -97,6 +102,8 @@ class Engine(Queries, Upkeep, nn.Module):
             StateError: the loss is no scalar, nothing in it requires a gradient, or the window's backwards differ in
                 whether they count tokens.
         """
+        if self.is_pipeline and self._root.window.num_backwards_in_micro_batch:
+            return loss  # the pipeline has run it
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(
                 f"engine.backward expects a scalar loss that requires a gradient, got {_describe(loss)}; reduce it "

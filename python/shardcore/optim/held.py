@@ -7,7 +7,7 @@ optimizer measures, scales and clears only its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -38,6 +38,14 @@ class Held:
     def grads(self, root: ShardedRoot) -> list[torch.Tensor]:
         """The reduced gradients on this rank: the whole shard of a group where all of it is held."""
         return [group.grad_shard[start:stop] for group, start, stop in self._ranges[root]]
+
+    def counted_grads(self, root: ShardedRoot, counts: Callable[[nn.Parameter], bool]) -> list[torch.Tensor]:
+        """As :meth:`grads`, without the parameters that another stage of a pipeline counts."""
+        ranges = []
+        for group in root.groups:
+            mine = [slot for slot in self.slots[root] if slot.group is group and counts(slot.param)]
+            ranges += _ranges(group, mine) if mine else []
+        return [group.grad_shard[start:stop] for group, start, stop in ranges]
 
     def multiply(self, factor: float | torch.Tensor) -> None:
         """Scale the gradients in place."""
@@ -83,6 +91,6 @@ def _is_constant(scale: LossScale) -> bool:
 def _ranges(group: ShardedGroup, mine: Sequence[ParameterSlot]) -> list[tuple[ShardedGroup, int, int]]:
     """The whole shard where all parameters are held, else the pieces of those that are."""
     if len(mine) == len(group.slots):
-        return [(group, 0, group.master.numel())]
+        return [(group, 0, group.own.numel())]
     pieces = [group.local_range(slot) for slot in mine]
     return [(group, offset, offset + stop - start) for start, stop, offset in pieces]

@@ -12,18 +12,18 @@ from shardcore.errors import ConfigError
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try the optimizer on a small vector, whole and cut in two; the results must agree.
+    """Try the optimizer on a small matrix, on its elements as a vector, and on this cut in two; the results must agree.
 
     Raises:
-        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers), or the optimizer needs matrices
-        (Muon) or
-            a closure (LBFGS).
+        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers; weight decay on matrices alone), or
+            the optimizer needs matrices (Muon) or a closure (LBFGS).
     """
     name = type(optimizer).__name__
     torch_state = torch.get_rng_state()
     try:
         whole = _run(optimizer, [8])
         cut = _run(optimizer, [3, 5])
+        matrix = _run(optimizer, [8], (2, 4))
     except Exception as error:  # whatever a foreign optimizer raises when given vectors means the same to the user
         raise ConfigError(
             f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: "
@@ -36,6 +36,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding would "
             "train another model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
+        )
+    if not torch.allclose(whole, matrix, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"optimizer {name} treats a matrix and its elements as a vector differently (a look at param.ndim?), but "
+            "sharded parameters reach it as vectors. Put what depends on the shape into parameter groups, such as one "
+            "with weight_decay=0 for biases and norms"
         )
 
 
@@ -51,13 +57,15 @@ def states_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) 
     }
 
 
-def _run(optimizer: torch.optim.Optimizer, sizes: list[int]) -> torch.Tensor:
-    """Three steps of a copy of ``optimizer`` on a fixed vector cut into ``sizes``; returns the vector."""
-    pieces = [piece.clone() for piece in torch.linspace(-1.0, 2.0, 8).split(sizes)]
+def _run(optimizer: torch.optim.Optimizer, sizes: list[int], shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
+    """Three steps of a copy of ``optimizer`` on a fixed vector cut into pieces of ``sizes``, each viewed in ``shape``;
+    returns the vector.
+    """
+    pieces = [piece.clone().view(shape) for piece in torch.linspace(-1.0, 2.0, 8).split(sizes)]
     trial = _trial(optimizer, 0, pieces)
     for step in range(3):
         _step(trial, torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8))
-    return torch.cat(pieces)
+    return torch.cat([piece.flatten() for piece in pieces])
 
 
 def _trial(optimizer: torch.optim.Optimizer, group: int, pieces: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -74,5 +82,5 @@ def _trial(optimizer: torch.optim.Optimizer, group: int, pieces: list[torch.Tens
 def _step(trial: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
     pieces = trial.param_groups[0]["params"]
     for piece, grad in zip(pieces, gradient.split([piece.numel() for piece in pieces]), strict=True):
-        piece.grad = grad.to(piece.dtype, copy=True)
+        piece.grad = grad.to(piece.dtype, copy=True).view(piece.shape)
     private.plain_step(trial)

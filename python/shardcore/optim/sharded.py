@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
@@ -111,6 +113,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
             super().__init__(groups, self.inner.defaults)
         self._groups_are_fixed = True
         self.param_groups = groups
+        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale or _default_scale(roots)
         join(self, roots)
@@ -134,13 +137,14 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     ) -> ShardedOptimizer:
         """Take over an optimizer that the user built; its groups are matched to the sharded parameters by identity.
 
-        The instance's ``step`` and ``zero_grad`` become the sharded ones, so that a loop that still calls it trains.
+        The instance's ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` become the sharded ones, so that
+        a loop that still calls it trains.
         """
         if isinstance(instance, ShardedOptimizer):
             raise ConfigError(
                 "this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is"
             )
-        if instance.state:
+        if any(state.get("step") != 0 for state in instance.state.values()):
             raise StateError(
                 f"{type(instance).__name__} has made steps already; build it anew, its state cannot be sharded"
             )
@@ -148,10 +152,13 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         roots, groups = resolve_targets(named)
 
         def build(pieces: list[Options]) -> torch.optim.Optimizer:
+            groups = [{**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)]
+            if instance.state:  # one that makes its states when it is built, as Adagrad does
+                make: Callable[..., torch.optim.Optimizer] = type(instance)
+                known = inspect.signature(make).parameters
+                return make(groups, **{key: value for key, value in instance.defaults.items() if key in known})
             inner = copy.copy(instance)
-            inner.param_groups = [
-                {**g, "params": p["params"]} for g, p in zip(instance.param_groups, pieces, strict=True)
-            ]
+            inner.param_groups = groups
             return inner
 
         sharded = cls(build, roots, groups, max_grad_norm, loss_scale)
@@ -162,6 +169,8 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         private.replace_step(instance, sharded.step)
         sharded._taken_over = instance
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+        instance.state_dict = sharded.state_dict  # type: ignore[method-assign]
+        instance.load_state_dict = sharded.load_state_dict  # type: ignore[method-assign]
         return sharded
 
     @property
@@ -206,9 +215,9 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
         """Whether this optimizer updates the parameter."""
         return param in self._held.params
 
-    def has_unscaled(self, root: ShardedRoot) -> bool:
+    def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
-        return self._unscaled_at.get(root) == root.num_passes
+        return bool(self._unscaled_at.get(root) == root.num_passes)
 
     def states(self) -> list[torch.Tensor]:
         """The tensors of its states on this rank, of one dim or more."""
@@ -308,7 +317,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
     def _step(self) -> None:
         self.step_was_applied = False
         has_gradient = self._held.with_gradient(self._roots)
-        if not any(has_gradient.values()):
+        if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
@@ -362,13 +371,7 @@ class ShardedOptimizer(ShardedOptimizerMark, torch.optim.Optimizer):
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
-        total: torch.Tensor | None = None
-        for root in self._roots:
-            norms = [torch.linalg.vector_norm(grad) for grad in self._held.grads(root)]
-            squares = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum().to(root.device)
-            squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
-            total = squares if total is None else total + squares
-        return cast(torch.Tensor, total).sqrt()
+        return torch.stack([sum_of_squares(root, self._held) for root in self._roots]).sum().sqrt()
 
     def _skip(self, groups: Sequence[ShardedGroup]) -> None:
         scale = self.loss_scale.scale

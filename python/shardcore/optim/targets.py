@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.protocols import ShardedRoot, find_root, find_slot
+from shardcore.protocols import ShardedRoot, find_pipeline, find_root, find_slot
 
 Options = dict[str, Any]
 
@@ -37,12 +37,13 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
         )
     if len(set(params)) != len(params):
         raise ConfigError(f"{len(params) - len(set(params))} parameters are in the optimizer twice; list each once")
-    if not any(param.requires_grad for param in params):
+    roots = list(dict.fromkeys(_slot_root(param) for param in params))
+    in_pipeline = any(find_pipeline(root.module) for root in roots)  # other stages have parameters to train
+    if not any(param.requires_grad for param in params) and not in_pipeline:
         raise ConfigError(
             f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be "
             "trained"
         )
-    roots = list(dict.fromkeys(_slot_root(param) for param in params))
     return roots, groups
 
 

@@ -161,8 +161,9 @@ assert plan.partition_by_class(["Embedding", "Block", "Block", "Head"], "block",
 
 ## Other people's formats
 
-`schedule.to_torch_csv()` writes what `_load_csv` of torch's `torch.distributed.pipelining` reads, and
-`plan.PipelineSchedule.from_torch_csv(text)` reads what its `_dump_csv` writes, with or without communication.
+`schedule.to_torch_csv()` writes what `_load_csv` of torch's `torch.distributed.pipelining` reads (`waits=False` for
+torch before 2.15), and `plan.PipelineSchedule.from_torch_csv(text)` reads what its `_dump_csv` writes, with or without
+communication.
 `plan.from_megatron_layout("Et*3|(tt|)*29,m|L")` and `plan.to_megatron_layout(layers, boundaries)` speak the layout
 string of Megatron's `--pipeline-model-parallel-layout`. Both name the place of every fault; nothing is skipped.
 

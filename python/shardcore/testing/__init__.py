@@ -14,6 +14,7 @@ from shardcore.testing import twin, zoo
 from shardcore.testing.decorator import run_spmd, spmd
 from shardcore.testing.memory import PeakTensorBytes, tensor_bytes
 from shardcore.testing.pool import SpmdSkip, shutdown
+from shardcore.testing.reference import reference_step
 from shardcore.testing.report import RankReport, SpmdError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "SpmdSkip",
     "assert_schedule",
     "pipeline_shapes",
+    "reference_step",
     "run_spmd",
     "schedule_costs",
     "schedule_mutants",

@@ -115,7 +115,7 @@ class GroupGradients:
         view = self._views[index]
         if self.holds(index, grad):
             self._written[index] = True  # autograd has added into the buffer itself
-        elif self._written[index] and not self._shown[index]:
+        elif self._written[index] and not self._was_reset(index):
             view.add_(grad, alpha=self._prescale)
         else:  # the first of the window, or the user has reset param.grad since it was shown
             self._write(view, grad)
@@ -125,6 +125,16 @@ class GroupGradients:
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is this buffer's own memory for the parameter."""
         return grad.numel() > 0 and grad.data_ptr() == self._views[index].data_ptr()
+
+    def local_sum(self, index: int) -> torch.Tensor:
+        """The unreduced sum of a parameter, in place; from now on it counts as a gradient, zeros if there was none."""
+        self.finish_reduce()
+        self._open()
+        if not self._written[index]:
+            self._views[index].zero_()
+            self._written[index] = True
+        self.present[index] = True
+        return self._views[index]
 
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
@@ -193,7 +203,22 @@ class GroupGradients:
         """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
         if self.exposed:
             for i, slot in enumerate(self._slots):
-                self.present[i] = self.present[i] and slot.param.grad is not None
+                self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
+
+    def hide(self) -> list[int]:
+        """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
+        self.drop_unset()
+        with private.without_torch_function():
+            shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
+            for i in shown:
+                self._slots[i].param.grad = None
+        return shown
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients back on these parameters."""
+        with private.without_torch_function():
+            for i in indices:
+                self._slots[i].param.grad = self._views[i]
 
     def buffers(self, *, whole: bool) -> list[torch.Tensor]:
         """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
@@ -276,6 +301,11 @@ class GroupGradients:
         self._sent = None
         self.forget_errors()
         self.clear(set_to_none=True)
+
+    def _was_reset(self, index: int) -> bool:
+        """Whether the user has replaced ``param.grad`` since it showed this buffer."""
+        shown = self._slots[index].param.grad
+        return self._shown[index] and (shown is None or not self.holds(index, shown))
 
     @property
     def _prescale(self) -> float:

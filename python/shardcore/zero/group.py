@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
+from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
-from shardcore.zero.guard import guard_class, reads_data, replaced_data
+from shardcore.zero.guard import guard_class, reads_data
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _EXTERNAL_USE_HINT = (
 )
 
 
-class ShardGroup:
+class ShardGroup(Edits):
     """Parameters that share a unit, dtype and trainability.
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
@@ -50,9 +50,12 @@ class ShardGroup:
     them). ``memory`` has those of them, and of gradients, that rest outside the device.
     """
 
+    pins = 0
+    """Open contexts that show the whole parameters; while there are any, nothing is released."""
+    exporting = False
+    """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
     _is_guarded = False
-    num_edits = 1
-    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    _release_is_due = False
 
     def __init__(
         self,
@@ -81,14 +84,7 @@ class ShardGroup:
         """The units that use the whole parameters now, and whether in forward or backward."""
         self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
         self._program: comm.Program | None = None
-        self.exporting = False
-        """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
         self._exported: list[torch.Tensor] = []
-        self.pins = 0
-        """Open contexts that show the whole parameters; while there are any, nothing is released."""
-        self._release_is_due = False
-        self._memory_was_taken = False
-        """Code outside holds memory of the parameters in a form whose writes leave no trace."""
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
         self._axis = shard_axis
@@ -194,6 +190,7 @@ class ShardGroup:
             self._release_is_due = True
             return
         self._arrive()
+        self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
         self.guard()
         if self._frees:
@@ -226,59 +223,12 @@ class ShardGroup:
         if self.master is not self.own and not copied:
             self.own.copy_(self.master)
         self.invalidate_copies()
+        torch.autograd.graph.increment_version([slot.param for slot in self.slots])  # older graphs refuse a backward
+        self.note_versions()
         if not self.releases and self._axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
-
-    def check_storage(self) -> None:
-        """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
-
-        Raises:
-            StateError: its ``.data`` was replaced; the message names it.
-        """
-        if self.state is not ParamState.UNSHARDED:
-            return
-        base, itemsize = self.full.data_ptr(), self.full.element_size()
-        with private.without_torch_function():
-            moved = [s for s in self.slots if s.numel and s.param.data_ptr() != base + s.offset * itemsize]
-        if moved:
-            raise StateError(replaced_data(moved[0].name))
-
-    def repoint(self) -> None:
-        """Make parameters whose data were replaced views of the flat buffer again."""
-        with torch.no_grad(), private.without_torch_function():
-            for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                if slot.param.data_ptr() != view.data_ptr() or slot.param.dtype != view.dtype:
-                    slot.param.data = view
-
-    def adopt_edits(self) -> None:
-        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
-        masters.
-        """
-        if self._frees:
-            self.own.copy_(self.full[self._slice])
-        self.num_edits += 1
-        self.invalidate_copies()
-        self._refresh_masters(slice(None))
-        self.note_versions()
-
-    def adopt_edits_if_any(self) -> None:
-        """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
-        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
-            return
-        if self._memory_was_taken or self._versions != self._parameter_versions():
-            self.complete()
-            self.adopt_edits()
-
-    def invalidate_copies(self) -> None:
-        """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
-        self._gathering.invalidate()
-
-    def note_versions(self) -> None:
-        """What the parameters hold now is what shard and masters hold."""
-        self._versions = self._parameter_versions()
 
     def on_guarded_use(
         self, slot: ParameterSlot, func: Callable[..., Any], args: Sequence[Any] = ()
@@ -382,15 +332,8 @@ class ShardGroup:
         self._refresh_masters(slice(offset, offset + stop - start))
         self.invalidate_copies()
         torch.autograd.graph.increment_version(slot.param)
+        self.note_versions()
         return slot.param
-
-    def _refresh_masters(self, part: slice) -> None:
-        """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
-        the masters keep their full precision.
-        """
-        if self.master is not self.own and self.master.numel() == self.own.numel():
-            own, master = self.own[part], self.master[part]
-            master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def end_export(self) -> None:
         """``state_dict`` is done."""
@@ -435,10 +378,6 @@ class ShardGroup:
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
-
-    def _parameter_versions(self) -> list[int]:
-        with private.without_torch_function():
-            return [private.version(slot.param) for slot in self.slots]
 
 
 def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:

@@ -300,7 +300,8 @@ class _RootHooks:
         """End a forward; outputs are returned as aliases, so that a gradient is scaled once wherever it enters."""
         error = private.current_exception()
         if error is not None and output is None:
-            comm.report_failure(error)
+            if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
+                comm.report_failure(error)
             self._root.end_forward(failed=True)
             return None
         if torch.is_grad_enabled() and self._root.forward_depth == 1:

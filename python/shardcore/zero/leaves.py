@@ -18,12 +18,15 @@ _LEAF = "_shardcore_is_leaf"
 _EXTERNAL = "_shardcore_external_parameters"
 
 
-def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+Leaves = Sequence[type[nn.Module] | str | nn.Module]
+
+
+def set_leaf_modules(model: nn.Module, classes: Leaves) -> list[nn.Module]:
     """Let each module of these classes be one unit, with everything in it: gathered, released and reduced as a whole,
     whichever of its parts a rank uses (a mixture of experts). Called before ``shard``.
 
     Args:
-        classes: classes, or their names.
+        classes: classes, their names, or single modules.
 
     Returns:
         The modules found.
@@ -35,7 +38,7 @@ def set_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module] | str])
     return _mark(model, classes, is_leaf=True)
 
 
-def unset_leaf_modules(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def unset_leaf_modules(model: nn.Module, classes: Leaves) -> list[nn.Module]:
     """Take :func:`set_leaf_modules` back for these classes; the same arguments, result and errors."""
     return _mark(model, classes, is_leaf=False)
 
@@ -115,13 +118,13 @@ def _prefixes(name: str) -> Iterator[str]:
     yield ""
 
 
-def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], *, is_leaf: bool) -> list[nn.Module]:
+def _mark(model: nn.Module, classes: Leaves, *, is_leaf: bool) -> list[nn.Module]:
     classes = [classes] if isinstance(classes, (str, type)) else list(classes)
     if any(find_root(module) is not None for module in model.modules()):
         raise StateError("leaf modules are set before the model is sharded (before initialize), where units are chosen")
     found = [module for module in model.modules() if _is_any(module, classes)]
     if not found:
-        names = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
+        names = [each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__) for each in classes]
         known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ConfigError(f"no module of the classes {names} in {type(model).__name__}; it has {known}")
     for module in found:
@@ -129,7 +132,8 @@ def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], *, is_leaf
     return found
 
 
-def _is_any(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
+def _is_any(module: nn.Module, classes: Leaves) -> bool:
     cls = type(module)
     names = (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-    return any(each in names if isinstance(each, str) else isinstance(module, each) for each in classes)
+    kinds = tuple(each for each in classes if isinstance(each, type))
+    return isinstance(module, kinds) or any(each is module or each in names for each in classes if each not in kinds)

@@ -22,6 +22,18 @@ STATES = ("lp_params", "hp_params", "optim_states", "lp_grads", "contiguous_grad
 
 
 @dataclass(frozen=True, slots=True)
+class _Hidden:
+    """Gradients that were on the parameters."""
+
+    grads: GroupGradients
+    indices: list[int]
+
+    def bring_back(self, non_blocking: bool) -> None:
+        """Put them back."""
+        self.grads.show(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
 class _Parked:
     """One storage that is away: where it was, and its bytes on the host."""
 
@@ -70,6 +82,8 @@ def offload_states(
         found = {storage for storage in found if storage.resizable()}
         root.parked[state] = [_park(storage, pinned, non_blocking) for storage in _unique(found)]
         root.offloaded.add(state)
+        if state == "lp_grads":
+            root.parked[state] += [_Hidden(grads, grads.hide()) for grads in _finished(root) if grads.exposed]
     if "lp_params" in wanted:
         for group in root.groups:
             group.guard()

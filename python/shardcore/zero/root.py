@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,13 @@ from shardcore.errors import StateError
 from shardcore.offload import Offload
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
+from shardcore.zero.surroundings import Surroundings
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
     from shardcore.plan import ShardPlan
-    from shardcore.protocols import LossScale, ParameterSlot, ShardedOptimizerMark
+    from shardcore.protocols import LossScale, ParameterSlot
     from shardcore.zero.policy import Policy, Precision
 
 
@@ -52,7 +52,7 @@ class Unit:
             self.groups.remove(group)
 
 
-class Root:
+class Root(Surroundings):
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
     offload = Offload()
@@ -72,7 +72,7 @@ class Root:
         device: torch.device,
         limits: PrefetchLimits | None = None,
     ) -> None:
-        self.module = module
+        super().__init__(module)
         self.units = units
         self.groups = groups
         self.plan = plan
@@ -105,24 +105,6 @@ class Root:
         """Micro-batches in the window, where an engine counts them."""
         self.loss_is_scaled = False
         """The engine has scaled the loss itself; the model's outputs must not do it again."""
-        self.num_tokens: float | torch.Tensor | None = None
-        """Target tokens of this rank in the window, where gradients are normalised by them; else None."""
-        self._correction = 1.0
-        self.num_passes = 0
-        """Backwards and clearings so far: what an optimizer has done to gradients holds until the next."""
-        self.optimizers: list[weakref.ref[ShardedOptimizerMark]] = []
-        """The optimizers made for this model, the latest last."""
-        self.sessions: list[Any] = []
-        """Open contexts that show whole parameters, outermost first."""
-        self.offloaded: set[str] = set()
-        """States that ``offload_states`` has moved away."""
-        self.is_closed = False
-        """The engine was destroyed: nothing trains any more."""
-        self.parked: dict[str, list[Any]] = {}
-        """Where they are meanwhile."""
-        self._places = [
-            (m._parameters, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)
-        ]
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
@@ -159,26 +141,6 @@ class Root:
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
         self._loss_scale = scale
-
-    def watch(self) -> None:
-        """Between passes: notice what is done to parameters and their gradients from outside."""
-        if not self.policy.shards_params and not self.is_passing:
-            for group in self.groups:
-                group.watch()
-
-    def check_here(self, *states: str, what: str) -> None:
-        """Raise if one of these states (any, if none is named) was moved away by ``offload_states``.
-
-        Raises:
-            StateError: names the states, and what brings them back.
-        """
-        if self.is_closed:
-            raise StateError(f"{what}: this engine was destroyed; initialize a new one")
-        away = sorted(self.offloaded & set(states) if states else self.offloaded)
-        if away:
-            raise StateError(
-                f"{what} needs {', '.join(away)}, which offload_states moved to the host: call reload_states() first"
-            )
 
     def begin_forward(self) -> None:
         """The root module's forward starts."""
@@ -254,13 +216,7 @@ class Root:
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
-        for params, key, param in self._places:
-            if params.get(key, param) is not param:
-                raise StateError(
-                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding "
-                    "(by model.to(another device), ...), so training would not reach it: move the model before "
-                    "shardcore.shard"
-                )
+        self._check_places()
         if self.window.num_backwards:
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
@@ -279,42 +235,6 @@ class Root:
         if self.num_tokens is not None:
             self.num_tokens = 0.0
         self.window.clear(set_to_none)
-
-    def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
-        """Forget the gradients of these parameters; of all trainable ones, as :meth:`clear_gradients`."""
-        if len(slots) == sum(len(group.slots) for group in self.groups if group.trainable):
-            self.clear_gradients(set_to_none)
-            return
-        self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad of a part")
-        for slot in slots:
-            slot.group.grads.drop(slot.index, set_to_none=set_to_none)
-
-    def settle_gradient(self, slot: ParameterSlot) -> bool:
-        """Bring the reduced gradient of this parameter's group up to date; returns whether any rank has a gradient for
-        the parameter. Collective over the data-parallel axis.
-        """
-        grads = slot.group.grads
-        grads.finish_reduce()
-        grads.drop_unset()
-        flags = torch.tensor([grads.present[slot.index], grads.has_local], dtype=torch.uint8)
-        present, local = comm.max_over_ranks(flags, self.data_axis, f"gradient of {slot.name}").tolist()
-        if present or local:
-            grads.reduce_now(local_anywhere=bool(local))
-        return bool(present)
-
-    def gradient_scale(self, slot: ParameterSlot) -> float:
-        """By what the reduced gradient of a parameter is multiplied now: the loss scale, until an optimizer took it
-        out.
-        """
-        for optimizer in self.live_optimizers():
-            if optimizer.holds(slot.param) and optimizer.has_unscaled(self):
-                return 1.0
-        return self.loss_scale
-
-    def live_optimizers(self) -> list[ShardedOptimizerMark]:
-        """The optimizers made for this model that still exist."""
-        found = [reference() for reference in self.optimizers]
-        return [optimizer for optimizer in found if optimizer is not None]
 
     def reset_iteration(self) -> None:
         """Return to the state between steps after an exception: gradients are dropped. Collective: every rank calls
@@ -341,14 +261,6 @@ class Root:
         self._program.end()
         comm.clear_failure()
 
-    def close(self) -> None:
-        """Train no more: gradients are freed, and passes of the model are refused."""
-        self.rest()
-        for group in self.groups:
-            if group.grads is not None:
-                group.grads.free()
-        self.is_closed = True
-
     def acquire(self, unit: Unit, phase: Phase) -> None:
         """Gather the unit's groups, or wait for them, and hold them. Collective over the shard axis."""
         for group in unit.groups:
@@ -363,10 +275,6 @@ class Root:
         """Release what is kept between forward and backward, unless a forward or backward is running."""
         if self.prefetcher is not None and not any(group.holders for group in self.groups):
             self.prefetcher.end()
-
-    def _unwatch(self) -> None:
-        for group in self.groups:
-            group.unwatch()
 
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
         if self.offloaded:

@@ -163,8 +163,9 @@ class Session:
         fault, edited, anywhere = self._agree()
         bad_groups = [group for group in self._groups if fault[group]]
         if bad_groups:
+            text = self._text_of_fault(bad_groups)
             self._restore(self._groups)
-            return StateError(self._text_of_fault(bad_groups))
+            return StateError(text)
         forbidden = [slot for slot in self._slots if anywhere[slot] and slot not in self._writable]
         untraced = [g for g in self._groups if anywhere[g] and not self._writable.intersection(g.slots)]
         if forbidden or untraced:

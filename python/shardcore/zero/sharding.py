@@ -12,7 +12,7 @@ from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
 from shardcore.offload import Offload, ShardMemory
-from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
 from shardcore.zero.communication import Communication
@@ -58,7 +58,7 @@ def shard(
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
@@ -82,10 +82,9 @@ def shard(
     """
     policy = Policy(stage=stage)
     precision, communication = precision or Precision(), communication or Communication()
-    communication.check(policy)
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
-    mesh = _as_mesh(mesh)
+    mesh = _as_mesh(mesh, module)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -110,14 +109,19 @@ def shard(
         limits=prefetch,
     )
     root.offload = offload or Offload()
-    attach_root(module, root)
+    _install(root)
+    return module
+
+
+def _install(root: Root) -> None:
+    """Make the module act by itself."""
+    attach_root(root.module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
     install_load_hooks(root)
-    add_external_parameters(module)
+    add_external_parameters(root.module)
     root.watch()
-    object.__setattr__(module, "__deepcopy__", _refuse_copy)
-    return module
+    object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
@@ -135,9 +139,10 @@ def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimi
     return PrefetchLimits(budget=budget)
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None) -> Mesh:
+def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module) -> Mesh:
     if mesh is None:
-        return Mesh()
+        part = find_pipeline(module)
+        return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, Axis):
@@ -160,7 +165,8 @@ class _Axes:
 
 
 def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
-    """Stage 0 replicates over all data-parallel ranks."""
+    """Stage 0 replicates over all data-parallel ranks. Refuses what the stage has no use for."""
+    communication.check(policy)
     if not policy.shards_states:
         return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
     nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)

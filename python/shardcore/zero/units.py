@@ -6,6 +6,7 @@ holds it; one that several units hold (tied weights) is a unit of its own, which
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardcore import _torch_private as private
 from shardcore.errors import ConfigError
 from shardcore.zero.leaves import with_leaves
 
@@ -171,7 +173,7 @@ def _is_plain_container(module: nn.Module, parent: nn.Module) -> bool:
 def _large_leftovers(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     """Modules outside all blocks that hold many parameters themselves, such as an output head."""
     sizes: Counter[nn.Module] = Counter()
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for owner, name, param in _walk(model, chosen):
         if owner is model:
             sizes[modules[name.rpartition(".")[0]]] += param.numel()
@@ -196,7 +198,8 @@ def check_parameters(model: nn.Module) -> None:
     """Refuse what cannot be sharded, before anything is changed.
 
     Raises:
-        ConfigError: no parameter, complex or integer parameters, sparse embeddings, or parameters on the meta device.
+        ConfigError: no parameter, complex or integer parameters, parameters that share memory, embeddings that are
+            sparse or rescale their rows, or parameters on the meta device.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -215,6 +218,29 @@ def check_parameters(model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
                 f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"module {name!r} has max_norm={module.max_norm}: its forward rescales the rows that a rank looks up, "
+                "so the ranks' copies would part; build it with max_norm=None"
+            )
+    _refuse_shared_memory(params)
+
+
+def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
+    """Two parameters over the same memory are tied in a way that does not outlast moving them into flat buffers."""
+    places = []
+    with private.without_torch_function():
+        for name, param in params.items():
+            if param.numel() and param.device.type != "meta" and param.untyped_storage().nbytes():
+                last = sum((length - 1) * stride for length, stride in zip(param.shape, param.stride(), strict=True))
+                places.append((param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size(), name))
+    places.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            raise ConfigError(
+                f"parameters {name!r} and {other!r} share memory but are two parameters (tied by .data?), and would "
+                "be trained apart: tie them by assigning the parameter itself (a.weight = b.weight), or clone one"
             )
 
 

@@ -298,8 +298,7 @@ def _note_write(slot: ParameterSlot) -> None:
     group = slot.group
     torch.autograd.graph.increment_version(slot.param)
     group.invalidate_copies()
-    if not group.releases:
-        group.note_versions()
+    group.note_versions()
     for session in group.root.sessions:
         session.refresh([group], {slot: 1})
 

@@ -2,8 +2,9 @@
 //!
 //! One line a rank, one cell an action: `2F0`, `1SEND_F3`, `0UNSHARD`. A composite is `(0F3;1B2)OVERLAP_F_B`, an empty
 //! cell an idle step. A file holds compute actions only (torch lowers them itself), or communication as well; then
-//! torch wants each send and each reduction waited for in the file (`WAIT_SEND_F`, `WAIT_REDUCE_GRAD`). Here a wait is
-//! no action: writing puts waits where torch's own lowering does, reading checks them and leaves them out.
+//! torch from 2.15 on wants each send and each reduction waited for in the file (`WAIT_SEND_F`, `WAIT_REDUCE_GRAD`),
+//! which torch before knows not. Here a wait is no action: writing puts waits where torch's own lowering does, reading
+//! checks them and leaves them out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -20,12 +21,12 @@ const REDUCE: &str = "REDUCE_GRAD";
 const WAIT: &str = "WAIT_";
 
 impl Schedule {
-    /// The schedule as torch's CSV.
+    /// The schedule as torch's CSV, with `waits` as torch 2.15 wants them or without, for torch before.
     ///
     /// # Errors
     /// [`PlanError::NoSuchForm`] for what torch has no form for: two chains, sequence slices, programs without a
     /// backward, tied reductions and optimizer steps.
-    pub fn to_torch_csv(&self) -> Result<String> {
+    pub fn to_torch_csv(&self, waits: bool) -> Result<String> {
         let cannot = |reason: &str| Err(PlanError::NoSuchForm { form: "torch's CSV", reason: reason.to_owned() });
         if self.placement().num_chains() > 1 {
             return cannot(
@@ -46,7 +47,7 @@ impl Schedule {
             if let Some(action) = program.iter().find(unknown) {
                 return cannot(&format!("rank {rank} has {action}, which torch leaves to the caller"));
             }
-            text.push_str(&row(program).join(","));
+            text.push_str(&row(program, waits).join(","));
             text.push_str("\r\n"); // As Python's csv module ends lines.
         }
         Ok(text)
@@ -67,7 +68,7 @@ impl Schedule {
 }
 
 /// The cells of one rank.
-fn row(program: &[Action]) -> Vec<String> {
+fn row(program: &[Action], waits: bool) -> Vec<String> {
     let mut cells = Vec::with_capacity(program.len());
     let mut unwaited = BTreeSet::new();
     for composite in program.chunk_by(|action, _| action.with_next) {
@@ -78,7 +79,7 @@ fn row(program: &[Action]) -> Vec<String> {
                 format!("({}){OVERLAP}", parts.join(";"))
             }
         });
-        for &action in composite {
+        for &action in if waits { composite } else { &[] } {
             match action.kind {
                 ActionKind::Reduce => cells.push(format!("{}{WAIT}{REDUCE}", action.stage)),
                 ActionKind::SendForward | ActionKind::SendBackward => {

@@ -1,0 +1,119 @@
+"""What is written into the whole parameters of a group from outside: noticed, and taken into shard and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcore import _torch_private as private
+from shardcore.errors import StateError
+from shardcore.zero.guard import replaced_data
+from shardcore.zero.state import ParamState
+
+if TYPE_CHECKING:
+    from shardcore.protocols import ParameterSlot
+    from shardcore.zero.gathering import Gathering
+
+
+class Edits:
+    """Mixed into the group."""
+
+    name: str
+    full: torch.Tensor
+    own: torch.Tensor
+    master: torch.Tensor
+    slots: Sequence[ParameterSlot]
+    root: Any
+    state: ParamState
+    releases: bool
+    num_edits = 1
+    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    _frees: bool
+    """Whether the whole parameters leave no memory behind when they are released."""
+    _slice: slice
+    _gathering: Gathering
+    _versions: list[int]
+    _memory_was_taken = False
+    """Code outside holds memory of the parameters in a form whose writes leave no trace."""
+
+    def complete(self, *, exact: bool = True) -> None:
+        """Wait for a gather under way, or gather."""
+        raise NotImplementedError
+
+    def check_storage(self) -> None:
+        """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
+
+        Raises:
+            StateError: its ``.data`` was replaced; the message names it.
+        """
+        if self.state is not ParamState.UNSHARDED:
+            return
+        base, itemsize = self.full.data_ptr(), self.full.element_size()
+        with private.without_torch_function():
+            moved = [s for s in self.slots if s.numel and s.param.data_ptr() != base + s.offset * itemsize]
+        if moved:
+            raise StateError(replaced_data(moved[0].name))
+
+    def repoint(self) -> None:
+        """Make parameters whose data were replaced views of the flat buffer again."""
+        with torch.no_grad(), private.without_torch_function():
+            for slot in self.slots:
+                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
+                if slot.param.data_ptr() != view.data_ptr() or slot.param.dtype != view.dtype:
+                    slot.param.data = view
+
+    def adopt_edits(self) -> None:
+        """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
+        masters.
+        """
+        if self._frees:
+            self.own.copy_(self.full[self._slice])
+        self.num_edits += 1
+        self.invalidate_copies()
+        self._refresh_masters(slice(None))
+        self.note_versions()
+
+    def adopt_edits_if_any(self) -> None:
+        """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
+        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
+            return
+        if self._memory_was_taken or self._versions != self._parameter_versions():
+            self.complete()
+            self.adopt_edits()
+
+    def keep_edits_of_use(self) -> None:
+        """What a forward wrote to its parameters (``weight.clamp_()``) outlasts the gathered copy, as it does where
+        parameters are whole; ranks must write the same, as for every edit.
+
+        Raises:
+            StateError: the gathered copy is rounded; the message says how to write instead.
+        """
+        if self._versions == self._parameter_versions():
+            return
+        if self._gathering.is_rounded:
+            raise StateError(
+                f"parameters of unit {self.name!r} were written to in a forward or backward, for which they are "
+                "gathered in rounded form (Communication(gather=...)): write in summon(model, writeback=True) instead"
+            )
+        self.adopt_edits()
+
+    def invalidate_copies(self) -> None:
+        """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
+        self._gathering.invalidate()
+
+    def note_versions(self) -> None:
+        """What the parameters hold now is what shard and masters hold."""
+        self._versions = self._parameter_versions()
+
+    def _refresh_masters(self, part: slice) -> None:
+        """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
+        the masters keep their full precision.
+        """
+        if self.master is not self.own and self.master.numel() == self.own.numel():
+            own, master = self.own[part], self.master[part]
+            master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+
+    def _parameter_versions(self) -> list[int]:
+        return private.versions([slot.param for slot in self.slots])
