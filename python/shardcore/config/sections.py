@@ -138,7 +138,7 @@ class OffloadConfig:
     param_pin: bool = True
     """Whether their host memory is registered with CUDA."""
     sub_group_size: int | None = None
-    """Elements of a shard that are updated as one outside the device, at most; None leaves it to the library."""
+    """Elements of a shard that move to and from a disk as one, at most; None leaves it to the library."""
     block_size: int = 1 << 20
     """Bytes of one transfer to or from the disk, at most; whole pages."""
     queue_depth: int = 32

@@ -38,7 +38,7 @@ class Offload:
     pin: bool = True
     """Register host memory with CUDA, where there is CUDA."""
     tile_numel: int = 1 << 22
-    """Elements of a shard that are updated, and move between host and disk, as one (``sub_group_size``)."""
+    """Elements of a shard that move between host memory and disk as one, and are updated as one."""
     num_tiles: int = 4
     """Tiles that host memory has room for with ``states="nvme"``; tiles beyond three save disk traffic."""
     queue_depth: int = 32
