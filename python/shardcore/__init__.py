@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardcore.engine import Engine as Engine
     from shardcore.engine import initialize as initialize
+    from shardcore.integrations import load_safetensors as load_safetensors
     from shardcore.mesh import Mesh as Mesh
     from shardcore.offload import Offload as Offload
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
+    from shardcore.zero import empty_init as empty_init
     from shardcore.zero import load_state_dict as load_state_dict
     from shardcore.zero import local_shard as local_shard
     from shardcore.zero import no_sync as no_sync
     from shardcore.zero import reset_iteration as reset_iteration
     from shardcore.zero import shard as shard
+    from shardcore.zero import sharded_init as sharded_init
     from shardcore.zero import state_dict as state_dict
     from shardcore.zero import summon as summon
 
@@ -31,13 +34,16 @@ _HOME = {
     "Mesh": "mesh",
     "Offload": "offload",
     "Precision": "zero",
+    "empty_init": "zero",
     "initialize": "engine",
+    "load_safetensors": "integrations",
     "load_state_dict": "zero",
     "local_shard": "zero",
     "no_sync": "zero",
     "optimizer": "optim",
     "reset_iteration": "zero",
     "shard": "zero",
+    "sharded_init": "zero",
     "state_dict": "zero",
     "summon": "zero",
 }
@@ -48,6 +54,7 @@ _ROOMS = (
     "deepspeed",
     "engine",
     "errors",
+    "integrations",
     "launch",
     "mesh",
     "offload",

@@ -24,12 +24,16 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Run = Callable[[Sequence[torch.Tensor | None]], Any]
+BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, Run], Any]
+
 DispatchMode = TorchDispatchMode
 """Sees every operation that torch dispatches while it is entered."""
 
 _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 _clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
 _norm_checks: list[Callable[[], None]] = []
+_backward_wrappers: list[BackwardWrapper] = []
 _zero_grad_callbacks: list[Callable[[torch.nn.Module, bool], None]] = []
 
 P = ParamSpec("P")
@@ -44,6 +48,15 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """A number that is the same during one backward and new for the next; -1 outside. Nested backwards differ."""
     return int(torch._C._current_graph_task_id())
+
+
+def transforms_around() -> list[str]:
+    """Names of the ``torch.func`` transforms that this code runs under, outermost first: "Grad", "Vmap", "Jvp", ...
+
+    torch has no public way to ask; without it hooks would write to tensors that belong to another level.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [interpreter.key().name for interpreter in stack]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -84,6 +97,59 @@ def zero_all(tensors: Sequence[torch.Tensor]) -> None:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place, as autograd counts it."""
     return int(tensor._version)
+
+
+def is_only_user(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shows the storage of this one, and no graph holds it; torch tells neither."""
+    return num_storage_users(tensor) == 1 and tensor._use_count() == 1
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Change what :func:`version` says of these tensors, and of all their views."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The (pack, unpack) hooks that apply to tensors which autograd saves now. The public context manager cannot tell,
+    nor be entered in one hook of a module and left in another.
+    """
+    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
+
+
+def may_hook_saved_tensors() -> bool:
+    """Whether such hooks are allowed here; function transforms forbid them."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Apply these hooks to tensors that are saved from now on."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """End what the last :func:`push_saved_tensor_hooks` began."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def notes_of(node: Node) -> dict[str, Any]:
+    """What Python code keeps with a node of the graph (``Node.metadata``, which torch annotates as a method)."""
+    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    return notes
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called on the module or a part of it."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
+
+
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors show the storage of this one, itself included; torch tells no user of an alias."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -252,6 +318,26 @@ def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> No
         callback(self, set_to_none)
 
     torch.nn.Module.zero_grad = both  # type: ignore[method-assign]
+
+
+def around_any_backward(wrapper: BackwardWrapper) -> None:
+    """Run every backward of this process, and every ``torch.autograd.grad``, by
+    ``wrapper(roots, gradients, accumulates, run)``, which calls ``run(gradients)``.
+
+    ``accumulates`` tells a backward from ``grad``. torch has no public hook for the moment at which gradients enter the
+    engine; both functions look this one up when they run, under whatever name they were imported.
+    """
+    if wrapper in _backward_wrappers:
+        return
+    _backward_wrappers.append(wrapper)
+    inner = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @not_traced
+    def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        return wrapper(roots, gradients, accumulates, lambda given: inner(roots, given, *args, **kwargs))
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
 
 
 def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:

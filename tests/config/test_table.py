@@ -101,6 +101,13 @@ DEFAULTS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": None,
     "gradient_accumulation_steps": None,
     "managed_gradient_accumulation": True,
+    "zero_optimization.leaf_module.classes": (
+        "MixtralSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+    ),
+    "zero_optimization.leaf_module.names": (),
+    "zero_optimization.leaf_module.name_suffixes": (),
     "data_parallel_size": None,
     "steps_per_print": None,
     "gradient_clipping": None,  # DeepSpeed: 1.0; so it is here in drop-in mode, and none natively

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,66 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="backend"):
         deepspeed.init_distributed(dist_backend="smoke-signals")
     deepspeed.initialize(model=model, config=CONFIG)  # the failures above changed nothing
+
+
+FOREIGN = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "optimizer type": ({**CONFIG, "optimizer": {"type": "AdmaW"}}, {}, '"AdmaW"; did you mean "AdamW"'),
+    "scheduler type": ({**CONFIG, "scheduler": {"type": "WarmupDecay"}}, {}, 'did you mean "WarmupDecayLR"'),
+    "optimizer option": ({**CONFIG, "optimizer": {"type": "RMSprop", "params": {"weight_decy": 0}}}, {}, "weight_decy"),
+    "missing file": ("no_such_file.json", {}, "no such file"),
+    "no JSON": ("bad.json", {}, "not valid JSON at line 1"),
+    "no dict": ([1], {}, "expected a dict, a path or a base64 string"),
+    "foreign optimizer": (CONFIG, {"optimizer": FOREIGN}, "not in the model"),
+    "scheduler alone": ({"train_batch_size": 8, "scheduler": {"type": "WarmupLR"}}, {}, "without an optimizer"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_both_kinds_of_error(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad.json").write_text('{"train_batch_size": 8,, }')
+    monkeypatch.chdir(tmp_path)
+    config, arguments, message = FAULTS[fault]
+    with pytest.raises(AssertionError, match=message) as found:
+        deepspeed.initialize(model=zoo.build("mlp"), config=config, **arguments)
+    assert isinstance(found.value, ConfigError)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdmaW"},
+        "scheduler": {"type": "WarmupDecay"},
+        "gradient_cliping": 1.0,
+    }
+    for initialize in (sc.initialize, deepspeed.initialize):
+        with pytest.raises(ConfigError, match="config has 3 problems") as found:
+            initialize(model=zoo.build("mlp"), config=config)
+        for name in ("gradient_clipping", "AdamW", "WarmupDecayLR"):
+            assert name in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("statement", "hint"),
+    [
+        ("from shardcore.deepspeed.ops.adam import FusedAdam", "'ops' yet: use an optimizer of torch.optim"),
+        ("import shardcore.deepspeed.comm as dist", "'comm' yet: use torch.distributed"),
+        ("from shardcore.deepspeed.accelerator import get_accelerator", "'accelerator' yet: use engine.device"),
+        ("from shardcore.deepspeed import ops", "'ops' yet: use an optimizer of torch.optim"),
+        ("from shardcore.deepspeed import no_such_name", "'no_such_name' yet; it has DeepSpeedEngine"),
+    ],
+)
+def test_an_import_of_what_is_missing_says_what_to_use(statement: str, hint: str) -> None:
+    with pytest.raises(ImportError, match=hint):
+        exec(statement)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'shardcore\.no_such_room'"):
+        import shardcore.no_such_room  # noqa: F401
+
+
+def test_initialize_describes_itself() -> None:
+    native, drop_in = (inspect.signature(f).parameters for f in (sc.initialize, deepspeed.initialize))
+    assert [*drop_in, "drop_in"] == list(native)
+    assert "docs/config.md" in (deepspeed.initialize.__doc__ or "")
 
 
 @spmd(world=2)

@@ -300,8 +300,9 @@ def peak(schedule: str, m: int, mesh: sc.Mesh) -> int:
 def test_memory_of_1f1b_does_not_grow_with_micro_batches() -> None:
     mesh = sc.Mesh(pp=2)
     few, many, everything = peak("1f1b", 8, mesh), peak("1f1b", 24, mesh), peak("gpipe", 24, mesh)
-    assert many <= few * 1.15
-    assert everything > 1.5 * many
+    message = 2048 * 8 * 4
+    assert many - few <= 4 * message  # how many messages are under way depends on timing
+    assert everything - many >= 16 * message
 
 
 @spmd(world=2, grace=30)

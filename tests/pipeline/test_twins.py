@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import shardcore as sc
-from pipeline.twin import Recipe, Trained, assert_follows, train, train_alone
+from pipeline.models import MODELS as MODELS_OF
+from pipeline.models import loss_fn
+from pipeline.twin import Recipe, Trained, assert_follows, make, parameters, train, train_alone
 from shardcore import plan
 from shardcore.testing import run_spmd, spmd
 from shardcore.testing.twin import assert_bitwise
@@ -119,3 +122,29 @@ def test_e15_hybrid_mesh() -> None:
 def test_without_sharding() -> None:
     recipe = Recipe(stage=None)
     assert_follows(train(recipe, sc.Mesh(pp=2)), train_alone(recipe), norms=False)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@spmd(world=4)
+def test_steps_of_several_calls(stage: int | None) -> None:
+    """Calls without an optimizer add up, tied weights included; inside ``no_sync`` nothing is reduced."""
+    mesh = sc.Mesh(pp=4 if stage is None else 2)
+    world = mesh.data_world
+    recipe = Recipe(m=2, stage=stage, steps=6)
+    layers = sc.pipeline.build_layers(MODELS_OF["tied"]())
+    modules = torch.nn.ModuleDict({layer.name: layer.module for layer in layers})
+    reference = torch.optim.SGD(modules.parameters(), lr=0.1, momentum=0.9)
+    pipe, optimizer = make(recipe, mesh)
+    data = recipe.data.of_rank(mesh.data_rank, world, 2, 6)
+    for step in range(6):
+        batches = [recipe.data.batch(step, i) for i in range(2 * world)]
+        sc.testing.reference_step(layers, batches, loss_fn=loss_fn, step=step)
+        with sc.no_sync(pipe) if stage is not None and step % 3 == 1 else nullcontext():
+            pipe.train_batch(data)
+        if step % 3 == 2:
+            for each in (reference, optimizer):
+                each.step()
+                each.zero_grad()
+    alone = {name: p.detach().clone() for name, p in modules.named_parameters(remove_duplicate=False)}
+    for name, value in parameters(pipe).items():
+        torch.testing.assert_close(value, alone[name], rtol=2e-5, atol=2e-5)

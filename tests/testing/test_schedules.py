@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardcore import plan, testing
 from shardcore.errors import PlanError
-from shardcore.testing.orders import random_order
+from shardcore.testing.orders import random_order, sources
 
 
 @settings(deadline=None, max_examples=40)
@@ -41,6 +41,21 @@ def test_costs_fit_the_schedule(schedule: plan.PipelineSchedule, data: st.DataOb
     assert schedule.simulate(**costs).makespan >= 0
 
 
+def test_drawing_is_cheap_enough_for_health_checks() -> None:
+    """The largest programs draw few numbers, so that examples are neither slow nor over hypothesis' maximum."""
+    counts: list[int] = []
+
+    @settings(deadline=None, max_examples=10, database=None, suppress_health_check=[])
+    @given(data=st.data())
+    def draw_both(data: st.DataObject) -> None:
+        schedule = data.draw(testing.schedules(["any-order"], lowered=True))
+        data.draw(testing.schedule_mutants(schedule, ["dropped"]))
+        counts.append(data.conjecture_data.length)
+
+    draw_both()
+    assert max(counts) < 200, "bytes of choices; hypothesis gives up at 8192"
+
+
 def test_names_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown pipeline schedule 'pipedream': expected one of"):
         testing.schedules(["pipedream"])
@@ -66,7 +81,7 @@ def test_a_schedule_that_holds_too_much_fails() -> None:
 @given(
     placement=st.permutations([0, 0, 1, 1, 2]),
     num_microbatches=st.integers(1, 5),
-    source=st.randoms(use_true_random=False),
+    source=sources(),
 )
 def test_random_orders_are_whole(placement: list[int], num_microbatches: int, source) -> None:
     programs = random_order(placement, num_microbatches, source)

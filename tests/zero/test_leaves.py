@@ -102,6 +102,18 @@ def test_the_configuration_names_leaves() -> None:
             deepspeed.initialize(model=Mixture(), config=settings)
 
 
+class MixtralSparseMoeBlock(Experts):
+    """Called as that of transformers is, which the configuration takes for a leaf by default."""
+
+
+@spmd(world=2)
+def test_the_known_sparse_blocks_are_leaves_by_default() -> None:
+    model = nn.Sequential(MixtralSparseMoeBlock(), nn.Linear(7, 3))
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    deepspeed.initialize(model=model, config=settings)
+    assert get_z3_leaf_modules(model) == [model[0]]
+
+
 class Borrower(nn.Module):
     """Its forward uses a weight that another module holds."""
 

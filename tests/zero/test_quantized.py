@@ -99,6 +99,32 @@ def test_values_that_are_read_inside_the_forward_can_be_exact() -> None:
     assert_bitwise(found, start)
 
 
+@spmd(world=4)
+def test_values_that_are_set_are_exact_and_used() -> None:
+    """By name, by ``load_state_dict`` and under ``summon``: second shards and rounded values follow."""
+    mesh = sc.Mesh(device="cpu", ranks_per_node=2)
+    model = linears(mesh, gather="int8", secondary=2)
+    x = torch.ones(1, WIDTH)
+
+    def check_holds(scale: float) -> None:
+        """All weights are ``scale`` times the unit matrix: rounding to codes leaves it alone."""
+        unit = torch.eye(WIDTH) * scale
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), x * scale**3, rtol=1e-6, atol=0)
+        for param in model.parameters():
+            assert_bitwise(sc.zero.full_master(param), unit)
+
+    for param in model.parameters():
+        sc.zero.set_full_master(param, torch.eye(WIDTH) * 2.0)
+    check_holds(2.0)
+    model.load_state_dict({f"{i}.weight": torch.eye(WIDTH) * 3.0 for i in range(3)})
+    check_holds(3.0)
+    with sc.summon(model, writeback=True), torch.no_grad():
+        for param in model.parameters():
+            param.div_(2.0)
+    check_holds(1.5)
+
+
 @pytest.mark.parametrize(("reduce", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @spmd(world=4)

@@ -5,6 +5,7 @@ values by :mod:`agree`. Each collective is recorded in program order, so that ra
 """
 
 from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
+from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
     all_reduce,
@@ -19,6 +20,7 @@ from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channe
 from shardcore.comm.program import Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
+from shardcore.comm.settings import agree_on_settings
 from shardcore.comm.steps import After
 from shardcore.comm.watch import (
     RankFailedError,
@@ -41,6 +43,7 @@ __all__ = [
     "Route",
     "Tag",
     "agree_on",
+    "agree_on_settings",
     "all_reduce",
     "axes_over",
     "broadcast",
@@ -51,12 +54,14 @@ __all__ = [
     "fingerprint",
     "gather_shards",
     "max_over_ranks",
+    "name_of_next_model",
     "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_shards",
     "report_failure",
     "reset_traffic",
+    "settle",
     "sum_over_ranks",
     "traffic",
     "traffic_by_edge",

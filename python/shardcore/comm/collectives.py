@@ -14,13 +14,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shardcore.comm import neighbours, watch
-from shardcore.comm.program import Program
 from shardcore.mesh import Axis
+
+if TYPE_CHECKING:
+    from shardcore.comm.program import Program
 
 _traffic: Counter[str] = Counter()
 _edges: Counter[tuple[int, int]] = Counter()
@@ -69,9 +72,9 @@ def gather_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """Fill ``full`` [W x shard_numel] with every rank's own shard; this rank's must be in its place already."""
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record_shards("gather", full, axis, unit)
     if program is not None:
-        program.enter(entry)
+        program.enter(axis, watch.label_of("gather", unit, full.numel()))
+    entry = _record_shards("gather", full, axis, unit)
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.all_gather_single(full, shards[axis.rank], group=axis.group, async_op=True)
@@ -89,9 +92,9 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     """
     if axis.size == 1 or full.numel() == 0:
         return DONE
-    entry = _record_shards("reduce", full, axis, unit)
     if program is not None:
-        program.enter(entry)
+        program.enter(axis, watch.label_of("reduce", unit, full.numel()))
+    entry = _record_shards("reduce", full, axis, unit)
     shards = _shards(full, axis)
     if full.is_cuda:
         work = dist.reduce_scatter_single(shards[axis.rank], full, group=axis.group, async_op=True)
@@ -126,9 +129,9 @@ def swap_shards(
     """
     if axis.size == 1 or sent.numel() == 0:
         return DONE
-    entry = _record_shards("swap", sent, axis, unit)
     if program is not None:
-        program.enter(entry)
+        program.enter(axis, watch.label_of("swap", unit, sent.numel()))
+    entry = _record_shards("swap", sent, axis, unit)
     link = None if sent.is_cuda else neighbours.link_of(axis)
     if link is None:
         return Handle((_all_to_all(received, sent, axis),), entry)
@@ -232,4 +235,4 @@ def _record(
     _traffic[f"{operation}.calls"] += 1
     for position, nbytes in received.items():
         _edges[axis.ranks[position], axis.ranks[axis.rank]] += nbytes
-    return watch.record(axis, operation, unit, tensor.numel())
+    return watch.record(axis, operation, unit, tensor.numel(), on_cuda=tensor.is_cuda)

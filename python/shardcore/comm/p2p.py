@@ -1,9 +1,10 @@
 """Messages from one rank to another: a channel per directed edge, in program order.
 
 A message is a small note on the CPU (tag, description, sizes) and one flat payload on the device, so that shapes may
-differ from message to message and a receive can be posted before anyone knows them. Each goes through a two-rank group
-of its own as a broadcast: unlike gloo's send and receive, whose wait breaks the connection when it times out, a
-broadcast can be polled, which :mod:`watch` needs.
+differ from message to message. Where the messages before had one size, the receive of the payload is posted together
+with that of the note, before the sender has begun; one of another size follows the note. All go through groups of the
+two ranks as broadcasts: unlike gloo's send and receive, whose wait breaks the connection when it times out, a broadcast
+can be polled, which :mod:`watch` needs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -42,43 +44,103 @@ class Message:
     payload: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Edge(Axis):
+    """The two ranks of a channel. Messages have a history of their own: where the same two ranks share another axis,
+    its collectives may come between other messages on one rank than on the other.
+    """
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for the same sender and receiver."""
+        return f"{self.ranks[0]}>{self.ranks[1]}"
+
+
+class _Lane:
+    """The sizes of the messages of one kind and stage, as both ends of the channel know them.
+
+    What the last messages but one were, the next is expected to be: by then the receiver has seen them, since a program
+    posts at most two receives of a lane ahead.
+    """
+
+    __slots__ = ("_nbytes", "num_started")
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self._nbytes: dict[int, int] = {}
+
+    def predict(self) -> tuple[int, int]:
+        """(number of the message that starts now, bytes that its payload is expected to have; 0 if unknown)."""
+        index = self.num_started
+        self.num_started += 1
+        before, earlier = self._nbytes.get(index - 2), self._nbytes.get(index - 3)
+        return index, before if before is not None and before == earlier else 0
+
+    def learn(self, index: int, nbytes: int) -> None:
+        """A message's size is known."""
+        self._nbytes[index] = nbytes
+        self._nbytes.pop(index - 8, None)
+
+
 class Receipt:
     """A message that is expected; ``wait()`` returns it, once."""
 
-    __slots__ = ("_body", "_channel", "_description", "_entry", "_note", "_note_work", "_payload", "tag")
+    __slots__ = (
+        "_body",
+        "_channel",
+        "_description",
+        "_entry",
+        "_index",
+        "_note",
+        "_note_work",
+        "_payload",
+        "_predicted",
+        "tag",
+    )
 
     def __init__(self, channel: Channel, tag: Tag, entry: watch.Entry) -> None:
         self._channel = channel
         self._entry = entry
         self.tag = tag
         self._note = torch.empty(_NOTE_NBYTES, dtype=torch.uint8)
-        self._note_work = channel.start(self._note, note=True)
+        self._note_work = channel.start(self._note, channel.notes)
         self._description = self._payload = torch.empty(0, dtype=torch.uint8)
         self._body: list[tuple[watch.Waitable, watch.Entry]] | None = None
+        self._index, nbytes = channel.lane(tag).predict()
+        self._predicted: tuple[watch.Waitable, torch.Tensor] | None = None
+        if nbytes:
+            payload = torch.empty(nbytes, dtype=torch.uint8, device=channel.device)
+            self._predicted = (channel.start(payload, channel.payloads), payload)
 
     def has_note(self) -> bool:
         """Whether :meth:`start` would return at once."""
         return self._note_work.is_completed()
 
     def start(self) -> None:
-        """Wait for the note, then start to receive what it announces.
+        """Wait for the note, then start to receive what it announces and was not expected.
 
         Raises:
             RankMismatchError: the sender sent another message, has failed, or is gone.
         """
+        channel = self._channel
         watch.wait(self._note_work, self._entry)
-        note = self._note.numpy().tobytes()
-        kind, stage, microbatch, description_nbytes, payload_nbytes = _HEAD.unpack_from(note)
+        kind, stage, microbatch, description_nbytes, nbytes = _HEAD.unpack_from(self._note.numpy().tobytes())
         self._check_tag((kind.rstrip(b"\0").decode(), stage, microbatch))
+        channel.lane(self.tag).learn(self._index, nbytes)
         self._body = []
         if description_nbytes <= _ROOM:
             self._description = self._note[_HEAD.size : _HEAD.size + description_nbytes]
         else:
             self._description = torch.empty(description_nbytes, dtype=torch.uint8)
-            self._body.append((self._channel.start(self._description), self._entry))
-        if payload_nbytes:
-            self._payload = torch.empty(payload_nbytes, dtype=torch.uint8, device=self._channel.device)
-            self._body.append((self._channel.start(self._payload), self._channel.for_payload(self._entry)))
+            self._body.append((channel.start(self._description, channel.others), self._entry))
+        entry = channel.for_payload(self._entry)
+        if self._predicted is not None:
+            work, self._payload = self._predicted
+            self._body.append((work, entry))
+        if nbytes != self._payload.nbytes:
+            self._payload = torch.empty(nbytes, dtype=torch.uint8, device=channel.device)
+            if nbytes:
+                self._body.append((channel.start(self._payload, channel.others), entry))
 
     def wait(self) -> Message:
         """The message, once it is here; on CUDA the payload is ordered behind the current stream.
@@ -104,11 +166,13 @@ class Receipt:
 class Channel:
     """Messages from ``axis.ranks[0]`` to ``axis.ranks[1]``, received in the order in which they are sent."""
 
-    def __init__(self, axis: Axis, notes: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, axis: Axis, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self.axis = axis
         self.device = device
-        self._notes = notes
-        self._note_axis = replace(axis, group=notes, mesh=None)  # on the CPU: its waits are polled on every device
+        self.notes, self.payloads, self.others = groups
+        """For notes; for payloads of the size that the receiver expects; for what it learns of by the note."""
+        self._note_axis = replace(axis, group=self.notes, mesh=None)  # on the CPU: its waits are polled on every device
+        self._lanes: dict[tuple[str, int], _Lane] = {}
         self._is_broken = False
         self._under_way: deque[tuple[watch.Waitable, watch.Entry, torch.Tensor]] = deque()
         self._expected: deque[Receipt] = deque()
@@ -117,15 +181,25 @@ class Channel:
         """Start to send copies of ``tensors`` (any shapes and dtypes); they may be changed once this returns."""
         entry = self._record(tag)
         payload = pack(tensors, self.device)
+        lane = self.lane(tag)
+        index, expected_nbytes = lane.predict()
+        lane.learn(index, payload.nbytes)
         head = _HEAD.pack(tag[0].encode(), tag[1], tag[2], len(description), payload.nbytes)
         inline = description if len(description) <= _ROOM else b""
         note = torch.zeros(_NOTE_NBYTES, dtype=torch.uint8)
         note[: len(head) + len(inline)] = torch.frombuffer(bytearray(head + inline), dtype=torch.uint8)
-        self._put(note, entry, note=True)
+        self._put(note, entry, self.notes)
         if len(inline) != len(description):
-            self._put(torch.frombuffer(bytearray(description), dtype=torch.uint8), entry)
-        if payload.numel():
-            self._put(payload, self.for_payload(entry))
+            self._put(torch.frombuffer(bytearray(description), dtype=torch.uint8), entry, self.others)
+        on_payload = self.for_payload(entry)
+        if expected_nbytes not in (0, payload.nbytes):  # what the receiver waits for is not what comes
+            self._put(payload.new_zeros(expected_nbytes), on_payload, self.payloads)
+        if payload.nbytes:
+            self._put(payload, on_payload, self.payloads if expected_nbytes == payload.nbytes else self.others)
+
+    def lane(self, tag: Tag) -> _Lane:
+        """What is known of the messages of this kind and stage."""
+        return self._lanes.setdefault(tag[:2], _Lane())
 
     def expect(self, tag: Tag) -> Receipt:
         """Post a receive; receives of one channel are posted in the order of the sends."""
@@ -134,7 +208,7 @@ class Channel:
         return receipt
 
     def progress(self) -> None:
-        """Start the payloads whose notes are here. Does not wait."""
+        """Start what the notes that are here announce. Does not wait."""
         while self._expected and self._expected[0].has_note():
             self._expected.popleft().start()
 
@@ -169,21 +243,20 @@ class Channel:
         if self._is_broken:
             return
         self._is_broken = True
-        for group in (self._notes, self.axis.group):
+        for group in (self.notes, self.payloads, self.others):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    def start(self, tensor: torch.Tensor, *, note: bool = False) -> watch.Waitable:
+    def start(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> watch.Waitable:
         """Start one broadcast from the sender; collective over the two ranks."""
-        group = self._notes if note else self.axis.group
         work = dist.broadcast(tensor, self.axis.ranks[0], group=group, async_op=True)
         if work is None:  # only for a process outside the group, which cannot hold the channel
             raise RuntimeError("this process is not in the channel's process group")
         return work
 
-    def _put(self, tensor: torch.Tensor, entry: watch.Entry, *, note: bool = False) -> None:
+    def _put(self, tensor: torch.Tensor, entry: watch.Entry, group: dist.ProcessGroup) -> None:
         while self._under_way and (self._under_way[0][0].is_completed() or len(self._under_way) >= 2 * _MAX_UNDER_WAY):
             self._wait_for_oldest()
-        self._under_way.append((self.start(tensor, note=note), entry, tensor))
+        self._under_way.append((self.start(tensor, group), entry, tensor))
 
     def _wait_for_oldest(self) -> None:
         work, entry, _ = self._under_way[0]
@@ -274,13 +347,12 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _connect(mesh: Mesh, edge: tuple[int, int]) -> Channel | None:
-    """A channel with its two groups; None on ranks that are no end of it. Collective over all ranks of the job."""
-    notes, payloads = _group(edge), _group(edge)
-    if notes is None or payloads is None:
+    """A channel with its groups; None on ranks that are no end of it. Collective over all ranks of the job."""
+    groups = [group for group in (_group(edge) for _ in range(3)) if group is not None]
+    if not groups:
         return None
-    return Channel(
-        Axis(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), payloads, mesh), notes, mesh.device
-    )
+    axis = _Edge(f"edge {edge[0]} to {edge[1]}", edge, edge.index(mesh.rank), groups[1], mesh)
+    return Channel(axis, groups, mesh.device)
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

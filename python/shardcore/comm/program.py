@@ -3,12 +3,14 @@
 Where units are gathered on demand, a branch that depends on the rank lets ranks enter different collectives. On gloo
 those of different sizes end the process without a Python error, and those of equal sizes mix up data; so a difference
 must be found before. A rank compares notes through the job's store only where it leaves the order of the last step: if
-ranks part, one of them does so.
+ranks part, one of them does so. Then they go on by turns (:mod:`branches`).
 """
 
 from __future__ import annotations
 
-from shardcore.comm import watch
+from shardcore.comm import branches, watch
+from shardcore.comm.branches import Guest
+from shardcore.mesh import Axis
 
 
 class Program:
@@ -18,22 +20,54 @@ class Program:
         self._known: list[str] = []
         self._current: list[str] = []
         self._departed = False
+        self._num_partings = 0
 
-    def enter(self, entry: watch.Entry) -> None:
+    def invite_to_gather(self, axis: Axis, unit: str, numel: int, guest: Guest | None) -> None:
+        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements, or say that they cannot. In the
+        same order on all ranks.
+        """
+        known = branches.branches_of(axis)
+        if guest is None:
+            known.can_take_turns = False
+        else:
+            known.invite(known.gathers, watch.label_of("gather", unit, numel), guest)
+
+    def invite_to_reduce(self, axis: Axis, unit: str, numel: int, guest: Guest) -> None:
+        """Let ranks without gradients of ``unit`` join the reduction of its ``numel`` elements. In the order of
+        reductions.
+        """
+        known = branches.branches_of(axis)
+        known.invite(known.reductions, watch.label_of("reduce", unit, numel), guest)
+
+    def takes_turns(self, axis: Axis) -> bool:
+        """Whether the ranks of the axis are on different branches, and agree on each collective."""
+        return branches.branches_of(axis).are_apart
+
+    def enter(self, axis: Axis, label: str) -> None:
         """This rank is about to run a collective; unless the last step ran the same here, all ranks confirm it first.
+        Ranks on different branches have agreed to take turns, and need not.
 
         Raises:
-            RankMismatchError: another rank is about to run another one. None of them has been entered.
+            RankMismatchError: another rank is about to run another one that cannot be joined. None of them has been
+                entered.
         """
-        position = len(self._current)
-        self._current.append(entry.label)
-        known = position < len(self._known) and self._known[position] == entry.label
-        self._departed = self._departed or not known
-        if self._departed:
-            watch.confirm(entry)
+        watch.start_unfinished()
+        if self.takes_turns(axis) or self._is_known(label) or branches.all_enter(axis, label):
+            return
+        branches.part(axis, label)
 
     def end(self) -> None:
         """A boundary that all ranks pass: the order so far is known now."""
         if self._departed:
             self._known = self._current
         self._current, self._departed = [], False
+
+    def _is_known(self, label: str) -> bool:
+        if self._num_partings != watch.board().num_partings:  # since then ranks may know different orders
+            self._num_partings = watch.board().num_partings
+            self._known, self._current = [], []
+        position = len(self._current)
+        self._current.append(label)
+        known = position < len(self._known) and self._known[position] == label
+        self._departed = self._departed or not known
+        return not self._departed

@@ -42,6 +42,11 @@ class Route:
         self._residuals: dict[str, torch.Tensor] = {}
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a gather is one step over the whole axis, in full."""
+        return self._split is None and self._coding.gather_bits is None
+
+    @property
     def rounds_gathers(self) -> bool:
         """Whether a gather that is not ``exact`` gives rounded values."""
         return self._coding.gather_bits is not None

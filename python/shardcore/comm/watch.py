@@ -16,6 +16,7 @@ import time
 import traceback
 import zlib
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +33,7 @@ from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
 _HISTORY = 128
-_POLL_S = 2e-4
+POLL_S = 2e-4
 _GRACE_S = 3.0
 """How long a rank that lost a connection waits for the other side's last words."""
 
@@ -48,6 +49,8 @@ class Entry:
     axis: Axis
     sequence: int
     label: str
+    on_cuda: bool = False
+    """Its wait orders the stream instead of blocking the host, so there is nothing to watch."""
 
 
 class Unfinished(Protocol):
@@ -74,6 +77,13 @@ class _Board:
     """Per axis: how its ranks read each other's memory, if they may."""
     unfinished: Unfinished | None = None
     """The last collective, where it has steps that have not started."""
+    on_silence: Callable[[Axis], None] | None = None
+    """Called with an axis along which this rank has waited for a while."""
+    on_entry: Callable[[Axis, str], None] | None = None
+    """Called with each collective before it is entered, once ranks have parted somewhere."""
+    branches: dict[str, Any] = field(default_factory=dict)
+    """Per axis, its :class:`shardcore.comm.branches.Branches`."""
+    num_partings: int = 0
 
 
 _board: _Board | None = None
@@ -92,7 +102,7 @@ def board() -> _Board:
     return _board
 
 
-def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
+def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool = False) -> Entry:
     """Note that this rank enters a collective now. One that has steps left starts them first, so that the order of
     all steps is that of the program, whoever waits for what.
     """
@@ -102,21 +112,39 @@ def record(axis: Axis, operation: str, unit: str, numel: int) -> Entry:
             f"{operation} of {unit} in a forked process: exchanges between ranks belong to the process that started "
             "them. Use a sharded model in its rank's own process (a DataLoader's workers must not touch it)"
         )
-    if b.unfinished is not None:
-        unfinished, b.unfinished = b.unfinished, None
-        unfinished.start_rest()
+    start_unfinished()
+    label = label_of(operation, unit, numel)
+    if b.on_entry is not None and operation != "link":  # ranks connect in the middle of another collective
+        b.on_entry(axis, label)
     if b.failure is not None:
         _withdraw_failure(b)
     key = axis.key
     sequence = b.sequence.get(key, 0)
     b.sequence[key] = sequence + 1
-    label = f"{operation} {unit} [{numel}]"
     history = b.history.get(key)
     if history is None:
         history = b.history[key] = deque(maxlen=_HISTORY)
     history.append((sequence, label))
     b.digest = zlib.crc32(label.encode(), b.digest)
-    return Entry(axis, sequence, label)
+    return Entry(axis, sequence, label, on_cuda)
+
+
+def start_unfinished() -> None:
+    """Start what is left of a collective of several steps, before anything else is entered."""
+    b = board()
+    if b.unfinished is not None:
+        unfinished, b.unfinished = b.unfinished, None
+        unfinished.start_rest()
+
+
+def label_of(operation: str, unit: str, numel: int) -> str:
+    """How a collective is called in comparisons and messages."""
+    return f"{operation} {unit} [{numel}]"
+
+
+def upcoming(axis: Axis, label: str) -> Entry:
+    """What :func:`record` would note if the collective were entered now."""
+    return Entry(axis, board().sequence.get(axis.key, 0), label)
 
 
 class Waitable(Protocol):
@@ -136,10 +164,10 @@ def wait(work: Waitable, entry: Entry) -> None:
         RankMismatchError: the ranks of the axis are in different collectives.
         RankFailedError: a rank has failed, or is gone.
     """
-    if entry.axis.mesh is not None and entry.axis.mesh.device.type == "cuda":
-        work.wait()  # orders the stream, does not block the host
+    if entry.on_cuda:
+        work.wait()
         return
-    deadline = time.monotonic() + _timeout_s()
+    deadline = time.monotonic() + timeout_s()
     while True:
         try:
             work.wait(timedelta(seconds=PATIENCE_S))
@@ -148,8 +176,11 @@ def wait(work: Waitable, entry: Entry) -> None:
             if work.is_completed() or "timed out" not in str(error).lower():
                 raise_lost_connection(entry, error)
         look_around(entry)
+        notice = board().on_silence
+        if notice is not None:
+            notice(entry.axis)
         if time.monotonic() > deadline:
-            raise RankMismatchError(f"{_where(entry)}: no answer within {_timeout_s():.0f} s. {_absent(entry)}")
+            raise RankMismatchError(f"{where(entry)}: no answer within {timeout_s():.0f} s. {_absent(entry)}")
 
 
 def look_around(entry: Entry) -> None:
@@ -157,45 +188,13 @@ def look_around(entry: Entry) -> None:
     b = board()
     if b.store is None:
         return
-    _raise_failure(b, entry)
+    raise_failure(b, entry)
     key = entry.axis.key
-    b.store.set(_key(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history[key])))
-    for rank, theirs in _published(b, entry.axis).items():
-        difference = _first_difference(dict(b.history[key]), theirs)
+    b.store.set(key_of(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history[key])))
+    for rank, theirs in published(b, entry.axis).items():
+        difference = first_difference(dict(b.history[key]), theirs)
         if difference is not None:
-            _raise_difference(b, entry.axis, rank, difference)
-
-
-def confirm(entry: Entry) -> None:
-    """Return when every rank of the axis is about to enter the same collective. Collective, by the store.
-
-    Raises:
-        RankMismatchError: a rank is about to enter another one.
-        RankFailedError: a rank has failed.
-    """
-    b = board()
-    if b.store is None:
-        return
-    key = entry.axis.key
-    # A rank may be one collective ahead of the others, so the last two are told.
-    b.store.set(_key(b, f"next/{key}/{b.rank}"), json.dumps(list(b.history[key])[-2:]))
-    waiting = [rank for rank in entry.axis.ranks if rank != b.rank]
-    began = noted = time.monotonic()
-    while waiting:
-        told = _published(b, entry.axis, "next")
-        if time.monotonic() - noted > PATIENCE_S:
-            noted = time.monotonic()
-            look_around(entry)
-            # Ranks that did not need to ask wait in the collective itself.
-            told = {rank: told.get(rank, {}) | found for rank, found in _published(b, entry.axis).items()} or told
-        for rank in [rank for rank in waiting if entry.sequence in told.get(rank, ())]:
-            if told[rank][entry.sequence] != entry.label:
-                _raise_difference(b, entry.axis, rank, (entry.sequence, entry.label, told[rank][entry.sequence]))
-            waiting.remove(rank)
-        if waiting and noted - began > _timeout_s():
-            raise RankMismatchError(f"{_where(entry)}: ranks {waiting} did not come within {_timeout_s():.0f} s")
-        if waiting:
-            time.sleep(_POLL_S)
+            raise_difference(b, entry.axis, rank, difference)
 
 
 def program_digest() -> int:
@@ -219,10 +218,10 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
     key = axis.key
     store = b.store
     if store is not None:
-        store.set(_key(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history.get(key, ()))))
-        store.wait([_key(b, f"at/{key}/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
-        for rank, theirs in _published(b, axis).items():
-            difference = _first_difference(dict(b.history.get(key, ())), theirs)
+        store.set(key_of(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history.get(key, ()))))
+        store.wait([key_of(b, f"at/{key}/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
+        for rank, theirs in published(b, axis).items():
+            difference = first_difference(dict(b.history.get(key, ())), theirs)
             if difference is not None:
                 raise RankMismatchError(
                     f"ranks used different units in this step, and their data were mixed: at number {difference[0]} "
@@ -246,7 +245,7 @@ def report_failure(error: BaseException) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
     b.failure = json.dumps({"rank": b.rank, "message": text})
     with suppress(RuntimeError):  # the store went with rank 0: nobody is left to be told
-        b.store.compare_set(_key(b, "failure"), "", b.failure)
+        b.store.compare_set(key_of(b, "failure"), "", b.failure)
 
 
 def _withdraw_failure(b: _Board) -> None:
@@ -254,7 +253,7 @@ def _withdraw_failure(b: _Board) -> None:
     told, b.failure = b.failure, None
     if b.store is not None and told is not None:
         with suppress(RuntimeError):
-            b.store.compare_set(_key(b, "failure"), told, "")  # an empty report is none
+            b.store.compare_set(key_of(b, "failure"), told, "")  # an empty report is none
 
 
 def check_level(axis: Axis) -> None:
@@ -269,9 +268,9 @@ def check_level(axis: Axis) -> None:
     b = board()
     if b.store is None or axis.size == 1:
         return
-    b.store.set(_key(b, f"level/{b.rank}"), json.dumps(b.sequence))
+    b.store.set(key_of(b, f"level/{b.rank}"), json.dumps(b.sequence))
     try:
-        b.store.wait([_key(b, f"level/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
+        b.store.wait([key_of(b, f"level/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
     except RuntimeError as error:
         raise RankMismatchError(
             f"rank {b.rank} resets the step, but not all ranks of {list(axis.ranks)} do so within "
@@ -279,7 +278,7 @@ def check_level(axis: Axis) -> None:
             "exception every rank must call reset_iteration()"
         ) from error
     for rank in axis.ranks:
-        theirs: dict[str, int] = json.loads(b.store.get(_key(b, f"level/{rank}")))
+        theirs: dict[str, int] = json.loads(b.store.get(key_of(b, f"level/{rank}")))
         for key in b.sequence.keys() & theirs.keys():
             if b.sequence[key] != theirs[key]:
                 raise RankMismatchError(
@@ -299,8 +298,9 @@ def clear_failure() -> None:
     b.history.clear()
 
 
-def _raise_failure(b: _Board, entry: Entry) -> None:
-    key = _key(b, "failure")
+def raise_failure(b: _Board, entry: Entry) -> None:
+    """Raise :class:`RankFailedError` if another rank of the axis has reported that it failed, or has ended."""
+    key = key_of(b, "failure")
     if b.store is None:
         return
     told = b.store.get(key) if b.store.check([key]) else None
@@ -308,13 +308,13 @@ def _raise_failure(b: _Board, entry: Entry) -> None:
         failure: dict[str, Any] = json.loads(told)
         if failure["rank"] != b.rank:
             raise RankFailedError(
-                f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {_where(entry)})"
+                f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {where(entry)})"
             )
     for rank in entry.axis.ranks:
-        key = _key(b, f"ended/{rank}")
+        key = key_of(b, f"ended/{rank}")
         if rank != b.rank and b.store.check([key]) and _lacks(json.loads(b.store.get(key)), entry):
             raise RankFailedError(
-                f"rank {rank} has ended its program without {_where(entry)}, in which rank {b.rank} waits: every rank "
+                f"rank {rank} has ended its program without {where(entry)}, in which rank {b.rank} waits: every rank "
                 "must take the same steps (its own output may say why it ended)"
             )
 
@@ -331,25 +331,26 @@ def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
             break  # the store is gone too
         time.sleep(0.05)
     lost = RankFailedError(
-        f"{_where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or "
+        f"{where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or "
         f"was killed (its own output says why; a kill without a message often means memory ran out). Details: {error}"
     )
     raise lost from error
 
 
-def _published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, str]]:
+def published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, str]]:
     """What other ranks of the axis have published: the collectives they are in (``at``) or about to enter
     (``next``).
     """
     found: dict[int, dict[int, str]] = {}
     for rank in axis.ranks:
-        key = _key(b, f"{kind}/{axis.key}/{rank}")
+        key = key_of(b, f"{kind}/{axis.key}/{rank}")
         if rank != b.rank and b.store is not None and b.store.check([key]):
             found[rank] = {int(sequence): label for sequence, label in json.loads(b.store.get(key))}
     return found
 
 
-def _raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, str, str]) -> NoReturn:
+def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, str, str]) -> NoReturn:
+    """Raise :class:`RankMismatchError` for ``(sequence, this rank's label, the other rank's)``, and tell all ranks."""
     sequence, mine, other = difference
     error = RankMismatchError(
         f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
@@ -360,7 +361,8 @@ def _raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, s
     raise error
 
 
-def _first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:
+def first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:
+    """The first collective that two ranks have both noted, and noted differently."""
     for sequence in sorted(mine.keys() & theirs.keys()):
         if mine[sequence] != theirs[sequence]:
             return sequence, mine[sequence], theirs[sequence]
@@ -369,7 +371,7 @@ def _first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int
 
 def _absent(entry: Entry) -> str:
     b = board()
-    absent = [rank for rank in entry.axis.ranks if rank != b.rank and rank not in _published(b, entry.axis)]
+    absent = [rank for rank in entry.axis.ranks if rank != b.rank and rank not in published(b, entry.axis)]
     return (
         f"Ranks {absent} never came to a collective of axis {entry.axis.name!r}" if absent else "All ranks wait in it"
     )
@@ -385,7 +387,7 @@ def _report_end() -> None:
     b = _board
     if b is not None and b.store is not None and b.pid == os.getpid():  # not in a forked child
         with suppress(RuntimeError):
-            b.store.set(_key(b, f"ended/{b.rank}"), json.dumps(b.sequence))
+            b.store.set(key_of(b, f"ended/{b.rank}"), json.dumps(b.sequence))
 
 
 def _lacks(sequence: dict[str, int], entry: Entry) -> bool:
@@ -393,13 +395,16 @@ def _lacks(sequence: dict[str, int], entry: Entry) -> bool:
     return sequence.get(entry.axis.key, 0) <= entry.sequence
 
 
-def _where(entry: Entry) -> str:
+def where(entry: Entry) -> str:
+    """The collective as messages name it."""
     return f"collective number {entry.sequence} of axis {entry.axis.name!r}, '{entry.label}'"
 
 
-def _timeout_s() -> float:
+def timeout_s() -> float:
+    """For how long a rank waits for another one that is alive."""
     return float(os.environ.get("SHARDCORE_TIMEOUT", "1800"))
 
 
-def _key(b: _Board, name: str) -> str:
+def key_of(b: _Board, name: str) -> str:
+    """The key in the job's store; one of before a reset is never read again."""
     return f"shardcore/{b.epoch}/{name}"

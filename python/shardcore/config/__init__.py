@@ -5,10 +5,10 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from shardcore.config.batch import BatchSizes, DropInConfigError, solve_batch
+from shardcore.config.batch import BatchSizes, DropInConfigError, drop_in_errors, solve_batch
 from shardcore.config.config import Config, IgnoredKey
 from shardcore.config.keys import Entry, Field, Ignored, Misplaced, Removed, Unsupported
-from shardcore.config.load import load_config
+from shardcore.config.load import Classes, load_config
 from shardcore.config.names import edit_distance, nearest, unknown_name, unknown_names
 from shardcore.config.parameters import OPTIMIZERS, REQUIRED, SCHEDULES, Parameter, schedule_settings
 from shardcore.config.read import Source, parse_json, read_source
@@ -38,6 +38,7 @@ __all__ = [
     "BF16Config",
     "BatchConfig",
     "BatchSizes",
+    "Classes",
     "Config",
     "DataConfig",
     "DataTypesConfig",
@@ -60,6 +61,7 @@ __all__ = [
     "Source",
     "Unsupported",
     "ZeroConfig",
+    "drop_in_errors",
     "edit_distance",
     "load_config",
     "lookup",

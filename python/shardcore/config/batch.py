@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcore.config.sections import BatchConfig
@@ -10,6 +12,17 @@ from shardcore.errors import ConfigError
 
 class DropInConfigError(ConfigError, AssertionError):
     """A `ConfigError` for scripts that catch AssertionError, since DeepSpeed checks its configuration by assertion."""
+
+
+@contextmanager
+def drop_in_errors() -> Iterator[None]:
+    """Inside, every `ConfigError` is raised as a `DropInConfigError`, wherever it comes from."""
+    try:
+        yield
+    except DropInConfigError:
+        raise
+    except ConfigError as error:
+        raise DropInConfigError(str(error)).with_traceback(error.__traceback__) from error.__cause__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

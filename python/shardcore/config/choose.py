@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from shardcore.config.names import nearest
 from shardcore.config.parameters import (
     LATER_OPTIMIZERS,
     OPTIMIZERS,
@@ -19,10 +21,13 @@ _TORCH_ADAMW_DECAY = 0.01
 _ADAM_SWITCHES = {"bias_correction": "Adam without bias correction", "fp32_optimizer_states": "16-bit states"}
 
 
-def choose_optimizer(given: dict[str, Any], drop_in: bool, findings: Findings) -> OptimizerConfig | None:
+def choose_optimizer(
+    given: dict[str, Any], drop_in: bool, findings: Findings, classes: Collection[str] | None = None
+) -> OptimizerConfig | None:
     """The optimizer section, in torch's names; None if the file has none or it has a problem.
 
-    ``given`` has "type" and "params" as the file gives them. DeepSpeed's Adam decouples weight decay unless
+    ``classes`` names what can be built besides what is known here; None accepts any name, to be judged when it is
+    built. ``given`` has "type" and "params" as the file gives them. DeepSpeed's Adam decouples weight decay unless
     ``adam_w_mode`` is false, so "Adam" becomes torch's AdamW here; in drop-in mode AdamW decays nothing unless told
     to, as there.
     """
@@ -40,18 +45,24 @@ def choose_optimizer(given: dict[str, Any], drop_in: bool, findings: Findings) -
     if params.pop("max_grad_norm", None) is not None:
         findings.problems.append("optimizer.params.max_grad_norm: give it at the top level, as gradient_clipping")
     known = next((known for known in OPTIMIZERS if known.casefold() == folded), None)
+    if known is None and _is_unknown("optimizer", name, OPTIMIZERS, classes, findings):
+        return None
     checked = _checked("optimizer.params", params, OPTIMIZERS.get(known or ""), findings)
     if known in ("Adam", "AdamW"):
         return _adam(known, checked, drop_in, findings)
     return OptimizerConfig(type=known or name, params=checked)
 
 
-def choose_scheduler(given: dict[str, Any], findings: Findings) -> SchedulerConfig | None:
-    """The scheduler section; None if the file has none or it has a problem."""
+def choose_scheduler(
+    given: dict[str, Any], findings: Findings, classes: Collection[str] | None = None
+) -> SchedulerConfig | None:
+    """The scheduler section; None if the file has none or it has a problem. ``classes`` as for the optimizer."""
     name = _type_of("scheduler", given, findings)
     if name is None:
         return None
     known = next((known for known in SCHEDULES if known.casefold() == name.casefold()), None)
+    if known is None and _is_unknown("scheduler", name, SCHEDULES, classes, findings):
+        return None
     params = _checked("scheduler.params", given.get("params", {}), SCHEDULES.get(known or ""), findings)
     return SchedulerConfig(type=known or name, params=params)
 
@@ -61,6 +72,19 @@ def _type_of(section: str, given: dict[str, Any], findings: Findings) -> str | N
     if name is None and given and not any(problem.startswith(f"{section}.type") for problem in findings.problems):
         findings.problems.append(f"{section}.type: missing; name the class to build, or take the section out")
     return name
+
+
+def _is_unknown(
+    section: str, name: str, checked: Collection[str], classes: Collection[str] | None, findings: Findings
+) -> bool:
+    """Whether no class is called ``name``, as far as that is known here; it is then a problem."""
+    if classes is None or name.casefold() in {known.casefold() for known in classes}:
+        return False
+    names = {*checked, *classes}
+    guess = nearest(name, names)
+    hint = f'did you mean "{guess}"?' if guess else f"known: {', '.join(sorted(names))}"
+    findings.problems.append(f'{section}.type: no {section} is called "{name}"; {hint}')
+    return True
 
 
 def _checked(

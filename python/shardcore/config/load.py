@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardcore.config.batch import DropInConfigError, check_numbers, solve_batch
@@ -22,8 +22,23 @@ _BATCH_KEYS = tuple(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Classes:
+    """Names of the classes that a configuration may ask for; torch knows them, which this room does without."""
+
+    optimizers: Collection[str] | None = None
+    """None: any."""
+    schedules: Collection[str] | None = None
+    """None: any."""
+
+
 def load_config(
-    source: Source, *, data_world: int | None = None, drop_in: bool = False, accumulation_argument: int | None = None
+    source: Source,
+    *,
+    data_world: int | None = None,
+    drop_in: bool = False,
+    accumulation_argument: int | None = None,
+    classes: Classes | None = None,
 ) -> Config:
     """Reads, checks and resolves a configuration in DeepSpeed's JSON format.
 
@@ -35,6 +50,8 @@ def load_config(
             decay in AdamW), and errors are also AssertionErrors.
         accumulation_argument: the accumulation count that a caller passed besides the file. It fills the key in
             where the file leaves it out or says "auto"; a different number in the file is an error.
+        classes: what can be built, so that another ``type`` is a problem like any other. None accepts any name, to be
+            judged when it is built.
 
     In a file, null means "not given". "auto" inside a section stands for the default; at the top level it is an
     error unless an argument supplies the value. Keys that begin with ``x-`` are the user's own and pass.
@@ -46,7 +63,7 @@ def load_config(
     raw, label = read_source(source)
     findings = Findings()
     walk(_with_argument(raw, accumulation_argument, label, findings), findings)
-    sections = _sections(findings, drop_in)
+    sections = _sections(findings, drop_in, classes or Classes())
     _check_precision(sections, findings)
     _check_offload(sections, findings)
     _check_network(sections, findings)
@@ -80,7 +97,7 @@ def _with_argument(raw: dict[str, Any], argument: int | None, label: str, findin
     return {**raw, key: argument}
 
 
-def _sections(findings: Findings, drop_in: bool) -> dict[str, Any]:
+def _sections(findings: Findings, drop_in: bool, classes: Classes) -> dict[str, Any]:
     """The sections of `Config`, built from the values that the walk found."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for target, value in findings.values.items():
@@ -88,8 +105,8 @@ def _sections(findings: Findings, drop_in: bool) -> dict[str, Any]:
         values[section][name] = value
     _fill_clipping(values["gradients"], findings, drop_in)
     chosen = {
-        "optimizer": choose_optimizer(values.pop("optimizer"), drop_in, findings),
-        "scheduler": choose_scheduler(values.pop("scheduler"), findings),
+        "optimizer": choose_optimizer(values.pop("optimizer"), drop_in, findings, classes.optimizers),
+        "scheduler": choose_scheduler(values.pop("scheduler"), findings, classes.schedules),
     }
     return {**chosen, **{name: SECTIONS[name](**given) for name, given in values.items()}}
 

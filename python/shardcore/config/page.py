@@ -15,9 +15,10 @@ or base64 text. Every key below does one of these things; a key that is not belo
 (at the top level: an error if it is one or two letters off, else a note). Keys that begin with `x-` are yours. All
 problems of a file are reported at once. `Config.explain()` shows what a file decides.
 
-`"auto"` inside a section is the default, and is noted in the log; at the top level it is an error unless something
-fills it in. The drop-in module `shardcore.deepspeed` differs in this: clipping is 1.0 where the file does not say
-(natively there is none), and configuration errors are AssertionErrors as well.
+`"auto"` inside a section is the default, and is noted in the log; at the top level it is an error: where a trainer
+around it fills the value in for DeepSpeed, write the number. The drop-in module `shardcore.deepspeed` differs in this:
+clipping is 1.0 where the file does not say (natively there is none), and configuration errors are AssertionErrors as
+well.
 
 | key | what it does | default |
 |---|---|---|

@@ -152,7 +152,7 @@ def check_parameters(
     for name, parameter in known.items():
         value, full = given.get(name), f"{path}.{name}"
         if value == "auto" and parameter.default is REQUIRED:
-            problems.append(f'{full} is "auto" and nothing supplies it: expected {parameter.kind.expected}')
+            problems.append(f'{full} is "auto" and nothing supplies it: write {parameter.kind.expected} instead')
         elif value == "auto":
             notes.append(f'{full}: "auto" stands for the default, {_shown_default(parameter)}')
         elif value is not None:

@@ -149,8 +149,8 @@ class OffloadConfig:
 class LeafConfig:
     """Modules that are one unit with everything in them, whichever of their parts a rank uses."""
 
-    classes: tuple[str, ...] = ()
-    """Names of their classes; at least one must be in the model."""
+    classes: tuple[str, ...] = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+    """Names of their classes. Of others than these, at least one must be in the model."""
     names: tuple[str, ...] = ()
     """Their full names."""
     name_suffixes: tuple[str, ...] = ()

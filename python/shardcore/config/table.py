@@ -46,6 +46,7 @@ _TENSOR = "tensor parallelism"
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
+_NO_CHECKPOINTS = "there are no checkpoints of sharded state yet"
 _TOP: dict[str, Entry] = {
     "train_batch_size": Field("batch.train_batch_size", INTEGER),
     "train_micro_batch_size_per_gpu": Field("batch.micro_batch_size", INTEGER),
@@ -94,13 +95,13 @@ _TOP: dict[str, Entry] = {
         ),
     ),
     "nebula": Removed(
-        "save checkpoints to a path",
+        "there is one kind of storage, files at a path",
         (
             "enabled", "persistent_storage_path", "persistent_time_interval", "num_of_version_in_retention",
             "enable_nebula_load", "nebula_load_path",
         ),
     ),
-    "datastates_ckpt": Removed("save checkpoints to a path"),
+    "datastates_ckpt": Removed("there is one kind of storage, files at a path"),
 }  # fmt: skip
 
 # --------------------------------------------------------------------------------- optimizer and scheduler
@@ -161,7 +162,7 @@ _ZERO: dict[str, Entry] = {
     "allgather_partitions": Ignored("parameters are always gathered by one all-gather per group", BOOL),
     "allgather_bucket_size": Ignored(_IN_PLACE, SIZE),
     "load_from_fp32_weights": Ignored("masters are always restored from their own copy", BOOL),
-    "elastic_checkpoint": Ignored("checkpoints do not depend on the number of ranks", BOOL),
+    "elastic_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
     "sub_group_size": Field("offload.sub_group_size", SIZE),
     "stage3_prefetch_bucket_size": Field("zero.prefetch_bucket_size", COUNT),
     "stage3_param_persistence_threshold": Field("zero.param_persistence_threshold", COUNT),
@@ -186,7 +187,7 @@ _ZERO: dict[str, Entry] = {
     "mics_shard_size": Field("network.mics_shard_size", integer(low=-1)),
     "mics_hierarchical_params_gather": Field("network.hierarchical", BOOL),
     "memory_efficient_linear": Ignored("autograd keeps no gathered weight alive", BOOL),
-    "pipeline_loading_checkpoint": Ignored("loading reads each rank's own share", BOOL),
+    "pipeline_loading_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
     "override_module_apply": Ignored("open a model with shardcore.summon before changing it as a whole", BOOL),
     "log_trace_cache_warnings": Ignored("there is no trace cache", BOOL),
     "enable_sanity_checks": Ignored("the checks are always on", BOOL),
@@ -293,14 +294,14 @@ def _monitor(**kinds: Kind) -> dict[str, Entry]:
 
 
 _CHECKPOINT: dict[str, Entry] = {
-    "tag_validation": Ignored("all ranks always agree on a tag", choice("Ignore", "Warn", "Fail")),
+    "tag_validation": Ignored(_NO_CHECKPOINTS, choice("Ignore", "Warn", "Fail")),
     "load_universal": _later("import of DeepSpeed's universal checkpoints"),
     "use_node_local_storage": _later("checkpoints on node-local disks"),
-    "checkpoint_serialization": Ignored("checkpoints hold tensors and plain data, never pickled objects", BOOL),
-    "parallel_write.pipeline_stage": Ignored("every rank writes its own share", BOOL),
+    "checkpoint_serialization": Ignored(_NO_CHECKPOINTS, BOOL),
+    "parallel_write.pipeline_stage": Ignored(_NO_CHECKPOINTS, BOOL),
 }
 _WRITER = _each(
-    "there is one checkpoint writer", type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
+    _NO_CHECKPOINTS, type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
     show_statistics=BOOL, data_parallel=choice("replica", "socket", "machine"), io_multiplier=SIZE, decoupled=BOOL,
 )  # fmt: skip
 _AUTOTUNING: dict[str, Entry] = {

@@ -117,7 +117,7 @@ def _resolve_auto(path: str, entry: Field, findings: Findings) -> None:
     """Inside a section "auto" is the default; at the top level, or where there is no default, nothing supplies it."""
     default = default_of(entry.target)
     if "." not in path or default is dataclasses.MISSING:
-        findings.problems.append(f'{path} is "auto" and nothing supplies it: expected {entry.kind.expected}')
+        findings.problems.append(f'{path} is "auto" and nothing supplies it: write {entry.kind.expected} instead')
         return
     shown = "which the library chooses" if default is None else show(default)
     findings.notes.append(f'{path}: "auto" stands for the default, {shown}')

@@ -8,20 +8,28 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardcore import zero
-from shardcore.config import Config, DropInConfigError, load_config
+from shardcore import comm, zero
+from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
-from shardcore.optim import ConstantScale, DynamicScale, ShardedOptimizer, build_scheduler
+from shardcore.optim import (
+    ConstantScale,
+    DynamicScale,
+    ShardedOptimizer,
+    build_scheduler,
+    optimizer_names,
+    schedule_names,
+)
 from shardcore.optim import optimizer as make_optimizer
 from shardcore.protocols import LossScale, find_pipeline
 
@@ -66,6 +74,7 @@ def initialize(
 
     Raises:
         ConfigError: everything that is wrong with the arguments and the config, at once where possible.
+        RankMismatchError: ranks were given different configurations.
     """
     failure = DropInConfigError if drop_in else ConfigError
     if not isinstance(model, nn.Module):
@@ -82,7 +91,9 @@ def initialize(
         data_world=mesh.data_world,
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
+        classes=Classes(optimizers=optimizer_names(), schedules=schedule_names()),
     )
+    _agree_on(loaded, mesh)
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
@@ -94,6 +105,14 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _agree_on(config: Config, mesh: Mesh) -> None:
+    """Raise on every rank unless all ranks have read the same configuration; where it came from may differ."""
+    told = {f.name: getattr(config, f.name) for f in fields(config)}
+    for name in ("label", "given", "ignored", "notes"):
+        del told[name]
+    comm.agree_on_settings("the configuration", told, mesh["dp"])
 
 
 def _mesh(model: nn.Module, given: Any) -> Mesh:
@@ -150,8 +169,11 @@ def _mark_leaves(config: Config, model: nn.Module) -> None:
             f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
             "model.named_modules()"
         )
+    present = {type(module).__name__ for module in modules.values()}
+    is_default = leaves.classes == LeafConfig().classes
+    classes = [name for name in leaves.classes if name in present] if is_default else leaves.classes
     by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
-    for found in (leaves.classes, [modules[name] for name in leaves.names], by_suffix):
+    for found in (classes, [modules[name] for name in leaves.names], by_suffix):
         if found:
             zero.set_leaf_modules(model, found)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shardcore import comm, data
+from shardcore import data, zero
 from shardcore.config import BatchSizes, Config
 from shardcore.engine.pipelined import PipelineCalls
 from shardcore.engine.queries import Queries
@@ -87,10 +87,8 @@ class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
         """Backward of one micro-batch's mean loss. Collective over the data-parallel axis where this stage reduces now.
 
         Args:
-            loss: a scalar; it is divided by the accumulation count (unless ``scale_wrt_gas=False``) and multiplied by
-            the
-                loss scale, here and nowhere else.
-
+            loss: a scalar; its gradient is divided by the accumulation count (unless ``scale_wrt_gas=False``) and
+                multiplied by the loss scale where the backward starts, as for a plain ``loss.backward()``.
             num_tokens: the loss is a sum over so many target tokens; the step takes the gradient of the mean over all
                 tokens of all ranks and micro-batches. Then every backward of the window says its number (0 is fine),
                 and the loss is not divided by the accumulation count.
@@ -110,24 +108,22 @@ class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
                 "with .mean(), and compute it outside torch.no_grad()"
             )
         by_tokens = self._counts_tokens(num_tokens)
-        divided = loss / self._batch.accumulation_steps if scale_wrt_gas and not by_tokens else loss
-        self._root.loss_is_scaled = True
         try:
+            self._root.accumulation = self._batch.accumulation_steps if scale_wrt_gas else 1
             with self._times.phase("backward"):
-                self.scale(divided).backward(retain_graph=retain_graph)
-        except Exception as error:
-            comm.report_failure(error)
-            raise
+                loss.backward(retain_graph=retain_graph)
         finally:
-            self._root.loss_is_scaled = False
+            self._root.accumulation = self._batch.accumulation_steps
         if self.optimizer is not None and num_tokens is not None:
             self.optimizer.count_tokens(num_tokens)
-        return divided.detach()
+        return loss.detach() / self._batch.accumulation_steps if scale_wrt_gas and not by_tokens else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the current loss scale; in fp32, where the product is in range."""
+        """The loss times the current loss scale, for a loop that shows scaled losses; in fp32, where the product is in
+        range. ``engine.scale(loss).backward()`` is the same as ``loss.backward()``: nothing is scaled twice.
+        """
         scale = self.loss_scale()
-        return loss if scale == 1.0 else loss.float() * scale
+        return loss if scale == 1.0 else zero.mark_scaled(loss.float() * scale, scale)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, flush: bool = False) -> None:
         """End a micro-batch; at the accumulation boundary update parameters and learning rate, and clear gradients.

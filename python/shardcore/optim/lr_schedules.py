@@ -394,11 +394,18 @@ def build_scheduler(optimizer: Optimizer, type_name: str, params: Mapping[str, A
         raise ConfigError(f"scheduler.params of {cls.__name__}: {error}") from error
 
 
+def schedule_names() -> list[str]:
+    """The names that :func:`build_scheduler` knows."""
+    return sorted(_classes())
+
+
+def _classes() -> dict[str, type[LRScheduler]]:
+    known = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != LRScheduler.__name__}
+    return known | {cls.name: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+
+
 def _find_class(type_name: str) -> type[LRScheduler]:
-    known: dict[str, type[LRScheduler]] = {
-        name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != LRScheduler.__name__
-    }
-    known |= {cls.name: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+    known = _classes()
     if type_name in known:
         return known[type_name]
     for name, cls in known.items():

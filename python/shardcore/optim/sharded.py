@@ -15,6 +15,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.optim.agreement import agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import allocate_states, common_offload, on_host
@@ -40,7 +41,7 @@ def optimizer(
     normalize: Literal["tokens"] | None = None,
     **options: Any,
 ) -> ShardedOptimizer:
-    """An optimizer over sharded modules. Every rank makes the same one.
+    """An optimizer over sharded modules. Every rank makes the same one. Collective over the data-parallel axis.
 
     Args:
         algorithm: an element-wise torch optimizer as class, name (``"adamw"``), function of parameter groups, or
@@ -57,6 +58,7 @@ def optimizer(
     Raises:
         ConfigError: parameters that belong to no sharded module, none that is trainable, an optimizer that is not
             element-wise, a non-positive ``max_grad_norm``, a second optimizer of a model whose loss scale is dynamic.
+        RankMismatchError: ranks give different options; the message names the first.
     """
     if normalize not in (None, "tokens"):
         raise ConfigError(f"normalize={normalize!r}: expected 'tokens', or None for the mean over micro-batches")
@@ -73,6 +75,8 @@ def optimizer(
         roots, groups = resolve_targets(targets)
         sharded = ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
     sharded.normalize = normalize
+    settings = {"max_grad_norm": max_grad_norm, "loss_scale": sharded.loss_scale, "normalize": normalize}
+    agree_on_options(sharded._roots, sharded.inner, sharded.param_groups, settings)
     return sharded
 
 
@@ -414,7 +418,7 @@ def _build_inner(
     try:
         with private.without_loading_compiler():
             return build(groups)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
         ) from error

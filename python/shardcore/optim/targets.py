@@ -63,18 +63,28 @@ def named_options(instance: torch.optim.Optimizer, targets: Any) -> list[Options
 
 def find_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of ``torch.optim`` called ``name``, in any case."""
-    classes = {
-        key.lower(): cls
-        for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    }
+    classes = {key.lower(): cls for key, cls in _classes().items()}
     if name.lower() not in classes:
         near = get_close_matches(name.lower(), classes, n=3)
         raise ConfigError(
             f"unknown optimizer {name!r}; "
-            f"{'did you mean ' + ' or '.join(near) if near else 'known: ' + ', '.join(sorted(classes))}?"
+            f"{'did you mean ' + ' or '.join(near) + '?' if near else 'known: ' + ', '.join(sorted(classes))}"
         )
     return classes[name.lower()]
+
+
+def optimizer_names() -> list[str]:
+    """The names that :func:`find_class` finds, in any case."""
+    return sorted(_classes())
+
+
+def _classes() -> dict[str, type[torch.optim.Optimizer]]:
+    base = torch.optim.Optimizer
+    return {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, base) and cls is not base
+    }
 
 
 def _as_groups(targets: Any) -> list[Options]:

@@ -120,6 +120,8 @@ class Executor:
             start = time.time_ns()
             act(stage, microbatch)
             spans.append((name, start, time.time_ns()))
+        if step.trains:
+            gradients.finish()
         for (sender, _), channel in self._channels.items():
             if sender == self._rank:
                 channel.flush()

@@ -42,12 +42,15 @@ class Gradients:
                     self._groups.setdefault(slot.group, set()).add(stage)
         tied = [slot for slot in (find_slot(weight.param) for weight in self._shared) if slot is not None]
         self._waits_for_ties = {slot.group for slot in tied}
-        self._ties_done = False
+        self._ties_done = self._are_summed = self._is_suspended = False
         self._reached: dict[Any, set[int]] = {}
         self._last: Any = None
 
     def begin(self) -> None:
         """A step starts: backwards only add up until a stage is done."""
+        if self._are_summed:
+            self._count_summed_once()
+        self._is_suspended = self.root is not None and self.root.window.suspended
         self._ties_done = not self._shared
         self._reached = {group: set() for group in self._groups}
         self._last = None
@@ -58,7 +61,7 @@ class Gradients:
     def end(self) -> None:
         """The step is over, or has failed."""
         if self.root is not None:
-            self.root.window.suspended = False
+            self.root.window.suspended = self._is_suspended
             self.root.loss_is_scaled = False
             self.root.num_micro_batches = self.root.accumulation  # the factors of the losses are all there is
 
@@ -84,18 +87,52 @@ class Gradients:
                 self._reduce_if_ready(group)
 
     def sum_ties(self) -> None:
-        """Sum the gradients of shared weights over the ranks that hold copies. Collective over these."""
+        """Sum the gradients of shared weights over the ranks that hold copies. Collective over these.
+
+        Inside ``no_sync`` they are left for a step outside.
+        """
+        if self._is_suspended or self._ties_done:
+            return
         handles = [
             comm.all_reduce(_local_sum(weight.param), weight.axis, f"tied {weight.name}") for weight in self._shared
         ]
         for handle in handles:
             handle.wait()
-        self._ties_done = True
+        self._ties_done = self._are_summed = True
         for group in self._groups:
             self._reduce_if_ready(group)
 
+    def finish(self) -> None:
+        """The program is over: what it had no place for, and at stage 0 the whole gradients on the parameters.
+
+        There autograd itself adds to what ``param.grad`` shows, so no reduction may be under way after this.
+        """
+        self.sum_ties()
+        for group in self._groups:
+            if group.grads.exposed:
+                group.grads.finish_reduce()
+                group.grads.expose()
+
+    def _count_summed_once(self) -> None:
+        """Gradients of an earlier call, which are the sum over all copies already, must not be summed again: of those
+        that have not been cleared since, only the first rank keeps its.
+        """
+        self._are_summed = False
+        for weight in self._shared:
+            if weight.axis.rank == 0:
+                continue
+            slot = find_slot(weight.param)
+            if slot is not None:
+                slot.group.grads.empty_whole(slot.index)
+            elif weight.param.grad is not None:
+                weight.param.grad.zero_()
+
     def _reduce_if_ready(self, group: Any) -> None:
-        if self._reached[group] != self._groups[group] or (group in self._waits_for_ties and not self._ties_done):
+        if (
+            self._is_suspended
+            or self._reached[group] != self._groups[group]
+            or (group in self._waits_for_ties and not self._ties_done)
+        ):
             return
         self._reached[group] = set()
         if self._last is not None:

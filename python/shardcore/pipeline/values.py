@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from shardcore.errors import ConfigError
 Kind = tuple[torch.dtype, tuple[int, ...], bool]
 """dtype, shape, and whether a gradient comes back for it."""
 
+_ONE_TENSOR, _GRADIENTS = b"T", b"G"
+"""How a description begins that is no pickle."""
+
 
 def dump(value: Any, where: str) -> tuple[bytes, list[torch.Tensor]]:
     """The description and the tensors of ``value``; a tensor that occurs twice is one tensor.
@@ -27,6 +31,46 @@ def dump(value: Any, where: str) -> tuple[bytes, list[torch.Tensor]]:
     Raises:
         ConfigError: something in it can be neither pickled nor sent; ``where`` names the stage.
     """
+    inner, tensors = _take_apart(value, where)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ConfigError(
+                f"{where}: a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be passed to another "
+                "stage; pass dense tensors"
+            )
+    return _described(tuple((t.dtype, tuple(t.shape), t.requires_grad) for t in tensors), inner), tensors
+
+
+def receive(message: comm.Message) -> tuple[bytes, list[torch.Tensor]]:
+    """The inner description and the tensors of a message, as leaves that require a gradient where the sender's do."""
+    kinds, inner = _read(message.description)
+    tensors = comm.unpack(message.payload, [(dtype, shape) for dtype, shape, _ in kinds])
+    for tensor, (_, _, requires_grad) in zip(tensors, kinds, strict=True):
+        tensor.requires_grad_(requires_grad)
+    return inner, tensors
+
+
+def hand_over(description: bytes, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+    """As :func:`receive`, between stages of one rank: the same memory, cut off from the sender's graph."""
+    return _read(description)[1], [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def load(inner: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value with these tensors in it."""
+    if inner == _ONE_TENSOR:
+        return tensors[0], {}
+    if inner.startswith(_GRADIENTS):
+        rest = iter(tensors)
+        return [next(rest) if is_there else None for is_there in inner[1:]]
+    return _Unpickler(io.BytesIO(inner), tensors).load()
+
+
+def _take_apart(value: Any, where: str) -> tuple[bytes, list[torch.Tensor]]:
+    """The two most frequent values, a tensor without skips and a list of gradients, have a form of their own."""
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is torch.Tensor and value[1] == {}:
+        return _ONE_TENSOR, [value[0]]
+    if type(value) is list and all(each is None or type(each) is torch.Tensor for each in value):
+        return _GRADIENTS + bytes(each is not None for each in value), [each for each in value if each is not None]
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
@@ -36,33 +80,18 @@ def dump(value: Any, where: str) -> tuple[bytes, list[torch.Tensor]]:
             f"{where}: {type(value).__name__} holds what cannot be passed to another stage ({error}); pass tensors and "
             "plain values in tuples, lists, dicts or dataclasses"
         ) from error
-    for tensor in pickler.tensors:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise ConfigError(
-                f"{where}: a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be passed to another "
-                "stage; pass dense tensors"
-            )
-    kinds: list[Kind] = [(t.dtype, tuple(t.shape), t.requires_grad) for t in pickler.tensors]
-    return pickle.dumps((kinds, buffer.getvalue())), pickler.tensors
+    return buffer.getvalue(), pickler.tensors
 
 
-def receive(message: comm.Message) -> tuple[bytes, list[torch.Tensor]]:
-    """The inner description and the tensors of a message, as leaves that require a gradient where the sender's do."""
-    kinds, inner = pickle.loads(message.description)
-    tensors = comm.unpack(message.payload, [(dtype, shape) for dtype, shape, _ in kinds])
-    for tensor, (_, _, requires_grad) in zip(tensors, kinds, strict=True):
-        tensor.requires_grad_(requires_grad)
-    return inner, tensors
+@lru_cache(maxsize=1024)
+def _described(kinds: tuple[Kind, ...], inner: bytes) -> bytes:
+    return pickle.dumps((kinds, inner))
 
 
-def hand_over(description: bytes, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
-    """As :func:`receive`, between stages of one rank: the same memory, cut off from the sender's graph."""
-    return pickle.loads(description)[1], [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-
-
-def load(inner: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value with these tensors in it."""
-    return _Unpickler(io.BytesIO(inner), tensors).load()
+@lru_cache(maxsize=1024)
+def _read(description: bytes) -> tuple[tuple[Kind, ...], bytes]:
+    found: tuple[tuple[Kind, ...], bytes] = pickle.loads(description)
+    return found
 
 
 class _Pickler(pickle.Pickler):

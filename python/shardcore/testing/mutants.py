@@ -12,6 +12,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from shardcore import plan
+from shardcore.testing.orders import sources
 
 Programs = list[list[plan.Action]]
 """One program a rank."""
@@ -50,7 +51,7 @@ def schedule_mutants(schedule: plan.PipelineSchedule, kinds: Sequence[str] | Non
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Mutant:
-        mutant = make_mutant(draw(st.sampled_from(wanted)), schedule, draw(st.randoms(use_true_random=False)))
+        mutant = make_mutant(draw(st.sampled_from(wanted)), schedule, draw(sources()))
         if mutant is None:
             reject()
         return mutant

@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from hypothesis import strategies as st
+
 from shardcore import plan
+
+
+def sources() -> st.SearchStrategy[random.Random]:
+    """Sources of random choices, each of one drawn number.
+
+    ``st.randoms`` would draw every choice by itself: thousands for a large schedule, which is slow and more than
+    hypothesis lets one example draw.
+    """
+    return st.integers(0, 2**32 - 1).map(random.Random)
 
 
 def random_order(placement: Sequence[int], num_microbatches: int, source: random.Random) -> list[list[plan.Action]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardcore import plan
 from shardcore.errors import PlanError
-from shardcore.testing.orders import random_order
+from shardcore.testing.orders import random_order, sources
 
 ANY_ORDER = "any-order"
 """The name under which ``schedules`` draws programs in a random order that can be executed."""
@@ -94,7 +94,7 @@ def _named(name: str, shape: PipelineShape) -> plan.PipelineSchedule | None:
 
 def _any_order(draw: st.DrawFn, shape: PipelineShape) -> plan.PipelineSchedule:
     placement = draw(st.permutations([rank for rank in range(shape.num_ranks) for _ in range(shape.num_chunks)]))
-    programs = random_order(placement, shape.num_microbatches, draw(st.randoms(use_true_random=False)))
+    programs = random_order(placement, shape.num_microbatches, draw(sources()))
     return plan.PipelineSchedule(programs, placement, shape.num_microbatches, name=ANY_ORDER)
 
 

@@ -1,6 +1,7 @@
 """ZeRO and plain data parallelism: one group mechanism, of which a stage is a setting."""
 
 from shardcore.zero.access import local_shard, no_sync, reduce_once, reset_iteration, state_dict
+from shardcore.zero.building import empty_init, sharded_init
 from shardcore.zero.communication import Communication
 from shardcore.zero.leaves import (
     get_leaf_modules,
@@ -11,10 +12,13 @@ from shardcore.zero.leaves import (
 )
 from shardcore.zero.loading import load_state_dict
 from shardcore.zero.offloading import offload_states, reload_states
+from shardcore.zero.pieces import gathered_pieces
 from shardcore.zero.policy import Precision
 from shardcore.zero.prefetch import PrefetchLimits
+from shardcore.zero.scaling import mark_scaled
 from shardcore.zero.sessions import gathered, summon
 from shardcore.zero.sharding import default_segment_nbytes, shard
+from shardcore.zero.targets import Target, Targets, targets_of
 from shardcore.zero.values import (
     full_grad,
     full_master,
@@ -31,15 +35,20 @@ __all__ = [
     "Communication",
     "Precision",
     "PrefetchLimits",
+    "Target",
+    "Targets",
     "default_segment_nbytes",
+    "empty_init",
     "full_grad",
     "full_master",
     "gathered",
+    "gathered_pieces",
     "get_leaf_modules",
     "load_state_dict",
     "local_grad",
     "local_master",
     "local_shard",
+    "mark_scaled",
     "no_sync",
     "offload_states",
     "reduce_once",
@@ -52,8 +61,10 @@ __all__ = [
     "set_local_grad",
     "set_local_master",
     "shard",
+    "sharded_init",
     "state_dict",
     "summon",
+    "targets_of",
     "unregister_external_parameter",
     "unset_leaf_modules",
     "update_full_grads",

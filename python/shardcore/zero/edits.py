@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,10 @@ from shardcore.zero.guard import replaced_data
 from shardcore.zero.state import ParamState
 
 if TYPE_CHECKING:
+    from shardcore.mesh import Axis
     from shardcore.protocols import ParameterSlot
     from shardcore.zero.gathering import Gathering
+    from shardcore.zero.saved import VersionCounters
 
 
 class Edits:
@@ -28,18 +30,28 @@ class Edits:
     root: Any
     state: ParamState
     releases: bool
+    shard_axis: Axis
     num_edits = 1
     """How often masters were to be taken from the parameters anew; the first time is at the start."""
     _frees: bool
     """Whether the whole parameters leave no memory behind when they are released."""
     _slice: slice
     _gathering: Gathering
+    versions: VersionCounters
     _versions: list[int]
     _memory_was_taken = False
     """Code outside holds memory of the parameters in a form whose writes leave no trace."""
 
     def complete(self, *, exact: bool = True) -> None:
         """Wait for a gather under way, or gather."""
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """Release what is gathered."""
+        raise NotImplementedError
+
+    def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
+        """(start, stop, shard_offset): this rank's piece of the parameter."""
         raise NotImplementedError
 
     def check_storage(self) -> None:
@@ -79,7 +91,7 @@ class Edits:
         """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
         if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
             return
-        if self._memory_was_taken or self._versions != self._parameter_versions():
+        if self._memory_was_taken or self._versions != self.versions.now():
             self.complete()
             self.adopt_edits()
 
@@ -90,7 +102,7 @@ class Edits:
         Raises:
             StateError: the gathered copy is rounded; the message says how to write instead.
         """
-        if self._versions == self._parameter_versions():
+        if self._versions == self.versions.now():
             return
         if self._gathering.is_rounded:
             raise StateError(
@@ -99,13 +111,26 @@ class Edits:
             )
         self.adopt_edits()
 
+    def rewrite(self, slot: ParameterSlot, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
+        flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
+        """
+        if self.releases:
+            self.reshard()
+        else:
+            self.complete()  # a gather under way sends the piece
+        start, stop, offset = self.local_range(slot)
+        part = slice(offset, offset + stop - start)
+        read(start, stop, self.own[part])
+        self._refresh_masters(part)
+
     def invalidate_copies(self) -> None:
         """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
         self._gathering.invalidate()
 
     def note_versions(self) -> None:
         """What the parameters hold now is what shard and masters hold."""
-        self._versions = self._parameter_versions()
+        self._versions = self.versions.now()
 
     def _refresh_masters(self, part: slice) -> None:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
@@ -114,6 +139,3 @@ class Edits:
         if self.master is not self.own and self.master.numel() == self.own.numel():
             own, master = self.own[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
-
-    def _parameter_versions(self) -> list[int]:
-        return private.versions([slot.param for slot in self.slots])

@@ -26,6 +26,11 @@ class Gathering:
         self.is_rounded = False
         """The buffer holds, or will hold, values that were quantised on their way."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every gather is one step over the whole shard axis, in full."""
+        return self.route.is_plain and self._secondary_axis is None
+
     def start(
         self,
         full: torch.Tensor,
@@ -55,15 +60,12 @@ class Gathering:
         return comm.After(handle, lambda: self._keep(full))
 
     def invalidate(self) -> None:
-        """The shards have changed."""
+        """The shards have changed, or memory is wanted: the second shard is freed until the next gather."""
         self._secondary_is_current = False
+        self._secondary = None
 
     def _keep(self, full: torch.Tensor) -> None:
-        mine = self._rows(full)
-        if self._secondary is None:
-            self._secondary = mine.clone()
-        else:
-            self._secondary.copy_(mine)
+        self._secondary = self._rows(full).clone()
 
     def _gather_secondary(self, full: torch.Tensor, unit: str, program: comm.Program | None) -> comm.Handle:
         axis = self._secondary_axis

@@ -29,6 +29,13 @@ class GroupGradients:
     all-reduce, so that autograd itself may accumulate into ``param.grad``, and sums of two reductions stay right).
     """
 
+    has_local = False
+    """The whole buffer holds gradients of this rank that no reduction has taken yet."""
+    was_reduced = False
+    """A reduction of this window is in the shard."""
+    program: comm.Program | None = None
+    _handle: comm.Handle | None = None
+    _sent: torch.Tensor | None = None
     _host_is_current = False
     """What the update reads in host memory is what the device has, or was made of it."""
 
@@ -53,7 +60,10 @@ class GroupGradients:
         self._slots = slots
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
-        self._route = route
+        self.route = route
+        """The way of its shards between ranks."""
+        self.is_plain = replicate_axis.size == 1 and route.is_plain and not route.rounds_reductions
+        """A reduction is one step over all ranks, in full."""
         self._host_shard = host_shard
         self._rests_on_host = rests_on_host and not keep_whole
         self._keep_whole = keep_whole or (shard_axis.size == 1 and not self._rests_on_host)
@@ -74,14 +84,8 @@ class GroupGradients:
 
         self.present = [False] * len(slots)
         """Which parameters got a gradient on this rank since the last clear."""
-        self.has_local = False
-        """The whole buffer holds gradients of this rank that no reduction has taken yet."""
         self._written = [False] * len(slots)
         self._shown = [False] * len(slots)
-        self._reduced = False
-        self.program: comm.Program | None = None
-        self._handle: comm.Handle | None = None
-        self._sent: torch.Tensor | None = None
 
     @property
     def shard(self) -> torch.Tensor:
@@ -136,6 +140,12 @@ class GroupGradients:
         self.present[index] = True
         return self._views[index]
 
+    def empty_whole(self, index: int) -> None:
+        """Set to zero what the whole buffer holds of a parameter, reduced or not; a shard of its own stays."""
+        self.finish_reduce()
+        if self._keep_whole and self._is_open():
+            self._views[index].zero_()
+
     def start_reduce(self) -> None:
         """Start reducing the whole buffer into this rank's shard; absent gradients count as zero. Collective."""
         self.finish_reduce()  # that of the backward before, where no gradient has come since
@@ -144,10 +154,10 @@ class GroupGradients:
         if not all(self._written):
             private.zero_all([v for v, written in zip(self._views, self._written, strict=True) if not written])
         buffer = self._full
-        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self._route.rounds_reductions:
+        if self._reduce_dtype != buffer.dtype and self._world > 1 and not self.route.rounds_reductions:
             buffer = self._sent = buffer.to(self._reduce_dtype)
         if self._shard_axis.size > 1:
-            self._handle = self._route.reduce(buffer, self.name, self.program)
+            self._handle = self.route.reduce(buffer, self.name, self.program)
         else:
             self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
 
@@ -170,20 +180,32 @@ class GroupGradients:
             self._full.mul_(1 / self._world)
         if not self._keep_whole:
             self._store_shard()
-        self._reduced = True
+        self.was_reduced = True
         self._host_is_current = False
 
-    def forget_errors(self) -> None:
-        """Drop what quantising has taken from earlier gradients and would add to the next."""
-        self._route.forget_errors()
+    def join_reduce(self) -> None:
+        """Add what other ranks reduce to this rank's shard; this rank has nothing to add to theirs. Collective over the
+        shard axis.
+        """
+        self.finish_reduce()
+        zeros = torch.zeros(self._full.shape, dtype=self._reduce_dtype, device=self._full.device)
+        comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
+        start = self._own.storage_offset()
+        reduced = zeros[start : start + self._own.numel()]
+        if self.was_reduced:
+            self._device_shard.add_(reduced.to(self._device_shard.device))
+        else:
+            self._device_shard.copy_(reduced)
+        self.was_reduced = True
+        self._host_is_current = False
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
         there.
         """
-        if not self._reduced:
+        if not self.was_reduced:
             self._device_shard.zero_()
-            self._reduced = True
+            self.was_reduced = True
             self._host_is_current = False
         if self._host_shard is not None and not self._rests_on_host and not self._host_is_current:
             self._host_shard.copy_(self._device_shard)
@@ -226,11 +248,6 @@ class GroupGradients:
             return [self._full] if self._is_open() else []
         return [self._shard] if self._shard is not None and not self._keep_whole else []
 
-    @property
-    def was_reduced(self) -> bool:
-        """Whether a reduction of this window is in the shard."""
-        return self._reduced
-
     def reduce_now(self, *, local_anywhere: bool) -> None:
         """Bring the shard up to date before the window's end. Collective where ``local_anywhere``: some rank holds
         gradients that no reduction has taken.
@@ -251,6 +268,7 @@ class GroupGradients:
             start = self._own.storage_offset()
             first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
             self._shard[first : max(first, last)].zero_()
+        self._host_is_current = False
         if set_to_none:
             self.present[index] = False
             if self.exposed:
@@ -272,7 +290,7 @@ class GroupGradients:
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
         self.finish_reduce()
-        self.has_local = self._reduced = self._host_is_current = False
+        self.has_local = self.was_reduced = self._host_is_current = False
         self._written = [False] * len(self._slots)
         self._shown = [False] * len(self._slots)
         if set_to_none:
@@ -282,7 +300,7 @@ class GroupGradients:
                     slot.param.grad = None
         else:
             self._device_shard.zero_()
-            self._reduced = True
+            self.was_reduced = True
         if not self._keep_whole:
             self._resize(0)
 
@@ -299,7 +317,7 @@ class GroupGradients:
             self._handle.wait()
             self._handle = None
         self._sent = None
-        self.forget_errors()
+        self.route.forget_errors()
         self.clear(set_to_none=True)
 
     def _was_reset(self, index: int) -> bool:
@@ -335,7 +353,7 @@ class GroupGradients:
             return
         self.has_local = True
         self._allocate()
-        reduced_in_place = self._keep_whole and self._reduced
+        reduced_in_place = self._keep_whole and self.was_reduced
         self._written = [reduced_in_place] * len(self._slots)
         if reduced_in_place and self._shard_axis.size > 1:
             # Our own shard already holds reduced sums; what the other ranks' places hold was reduced into theirs.
@@ -355,7 +373,7 @@ class GroupGradients:
     def _store_shard(self) -> None:
         if self._shard is None and not self._rests_on_host:
             self._shard = self._own.clone()
-        elif self._reduced:
+        elif self.was_reduced:
             self._device_shard.add_(self._own.to(self._device_shard.device))
         else:
             self._device_shard.copy_(self._own)

@@ -20,6 +20,8 @@ from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.guard import guard_class, reads_data
+from shardcore.zero.pieces import move_into
+from shardcore.zero.saved import VersionCounters
 from shardcore.zero.state import ParamState, check_move
 
 if TYPE_CHECKING:
@@ -40,6 +42,10 @@ _EXTERNAL_USE_HINT = (
     "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
     "shardcore.local_shard(param)"
 )
+_GRAD_HINT = (
+    "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "
+    "of the mean gradient after it"
+)
 
 
 class ShardGroup(Edits):
@@ -54,6 +60,10 @@ class ShardGroup(Edits):
     """Open contexts that show the whole parameters; while there are any, nothing is released."""
     exporting = False
     """While ``state_dict`` runs: a use of a released parameter yields a whole copy on the CPU."""
+    root: Any = None
+    """The :class:`Root` that this group belongs to."""
+    _program: comm.Program | None = None
+    _handle: comm.Handle | None = None
     _is_guarded = False
     _release_is_due = False
 
@@ -78,40 +88,34 @@ class ShardGroup(Edits):
         self.slots = slots
         self.trainable = layout.trainable
         self.policy = policy
-        self.root: Any = None
-        """The :class:`Root` that this group belongs to."""
         self.holders: dict[Any, Phase] = {}
         """The units that use the whole parameters now, and whether in forward or backward."""
         self._on_demand: Callable[[ShardGroup], bool] = lambda group: False
-        self._program: comm.Program | None = None
         self._exported: list[torch.Tensor] = []
         self.loading: set[int] = set()
         """Parameters that ``load_state_dict`` is about to copy to."""
-        self._axis = shard_axis
+        self.shard_axis = shard_axis
+        """The ranks that hold one copy of the parameters together."""
         self.data_axis = _data_axis(shard_axis, replicate_axis)
-        self._classes = [type(slot.param) for slot in slots]
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self._adopt_parameters()
-        comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self.nbytes = self.full.untyped_storage().nbytes()
+        """Bytes of the whole parameters, padding included."""
+        if not self._adopt_parameters():
+            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
         self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
         self.own = self._make_own(memory.own)
         self.master = self._make_master(precision.master_dtype(dtype), memory.master)
-        self._handle: comm.Handle | None = None
-        self._versions = self._parameter_versions()
-        self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
+        self.versions = VersionCounters(self)
+        self.note_versions()
         if self.releases:
-            self.reshard()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters, padding included."""
-        return self._nbytes
+            self.reshard()  # before the gradients' buffer, which is as large until it is released
+        self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
 
     def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
@@ -122,14 +126,12 @@ class ShardGroup(Edits):
         """
         self.root = root
         self._program = program
+        if program is not None:
+            guest = self if self._gathering.is_plain else None
+            program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
-
-    @property
-    def shard_axis(self) -> Axis:
-        """The ranks that hold one copy of the parameters together."""
-        return self._axis
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -140,7 +142,7 @@ class ShardGroup(Edits):
 
     def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
         """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
-        return self.range_of_rank(slot, self._axis.rank)
+        return self.range_of_rank(slot, self.shard_axis.rank)
 
     def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
         """As :meth:`local_range`, for the rank at this position along the shard axis."""
@@ -149,11 +151,12 @@ class ShardGroup(Edits):
         stop = max(min(shard_start + self.layout.shard_numel - slot.offset, slot.numel), start)
         return start, stop, max(slot.offset + start - shard_start, 0)
 
-    def start_unshard(self, *, exact: bool = True) -> None:
+    def start_unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Start gathering the parameters unless they are here or on their way. Collective over the shard axis.
 
         Args:
             exact: values in full; else they may be rounded as :class:`Communication` asks for forward and backward.
+            purpose: what all ranks call together; without one, ranks that do not use the parameters may join.
         """
         if self.state is not ParamState.SHARDED:
             return
@@ -161,30 +164,51 @@ class ShardGroup(Edits):
             self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
         if self._frees:
-            self.full.untyped_storage().resize_(self._nbytes)
-            name = f"{self.name} for state_dict" if self.exporting else self.name
+            self.full.untyped_storage().resize_(self.nbytes)
+            name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
 
-    def unshard(self, *, exact: bool = True) -> None:
+    def join_gather(self) -> None:
+        """Give this rank's shard to ranks that gather the parameters, whatever they are here. Collective."""
+        self._finish_gather()  # an earlier one, into the same memory
+        is_away = self.state is ParamState.SHARDED and self.shard_axis.size > 1
+        if is_away:
+            self.full.untyped_storage().resize_(self.nbytes)
+        self.full[self._slice].copy_(self.own)
+        comm.gather_shards(self.full, self.shard_axis, self.name).wait()
+        if is_away:
+            self.full.untyped_storage().resize_(0)
+
+    def join_reduce(self) -> None:
+        """Take part in a reduction of the gradients of other ranks. Collective."""
+        if self.grads is not None:
+            self.grads.join_reduce()
+
+    def unshard(self, *, exact: bool = True, purpose: str = "") -> None:
         """Make the parameters readable: gather them, or wait for the gather under way. Collective if released, and
         where ``exact`` values are asked for and rounded ones are here.
         """
-        self.complete(exact=exact)
+        self.complete(exact=exact, purpose=purpose)
         self._unguard()
 
-    def complete(self, *, exact: bool = True) -> None:
+    def complete(self, *, exact: bool = True, purpose: str = "") -> None:
         """As :meth:`unshard`, but uses of the parameters are still noticed."""
-        self.start_unshard(exact=exact)
+        self.start_unshard(exact=exact, purpose=purpose)
         self._arrive()
         if exact and self._gathering.is_rounded:
             self._start_gather(f"{self.name} in full", exact=True)
             self._finish_gather()
 
-    def reshard(self) -> None:
+    def reshard(self, within_s: float | None = None) -> None:
         """Release the whole parameters; this rank keeps its shard. Nothing where the stage keeps them whole, and not
         before the last context is left that shows them.
+
+        Args:
+            within_s: a gather that is not complete by then, in seconds from now, stays under way; None waits for it.
         """
         if not self.releases or self.state is ParamState.SHARDED:
+            return
+        if within_s is not None and self._handle is not None and not self._handle.is_complete(within_s):
             return
         if self.pins:
             self._release_is_due = True
@@ -192,20 +216,17 @@ class ShardGroup(Edits):
         self._arrive()
         self.keep_edits_of_use()
         self._move(ParamState.SHARDED)
+        if self.shard_axis.size > 1:
+            self.versions.hide()
         self.guard()
         if self._frees:
             self.full.untyped_storage().resize_(0)
-
-    def reshard_if_here(self, within_s: float) -> None:
-        """As :meth:`reshard`, but a gather that is not complete within this time stays under way."""
-        if self._handle is None or self._handle.is_complete(within_s):
-            self.reshard()
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
         if not self.pins:
             self._release_is_due = self.state is ParamState.SHARDED
-        self.unshard()
+        self.unshard(purpose="summon")
         self.pins += 1
 
     def unpin(self) -> None:
@@ -223,9 +244,9 @@ class ShardGroup(Edits):
         if self.master is not self.own and not copied:
             self.own.copy_(self.master)
         self.invalidate_copies()
-        torch.autograd.graph.increment_version([slot.param for slot in self.slots])  # older graphs refuse a backward
+        self.versions.count_write()
         self.note_versions()
-        if not self.releases and self._axis.size > 1:
+        if not self.releases and self.shard_axis.size > 1:
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
@@ -251,11 +272,9 @@ class ShardGroup(Edits):
             if self.exporting and func is torch.Tensor.detach:
                 return self._export(slot)
             if not self._on_demand(self):
-                name = getattr(func, "__name__", str(func))
-                raise StateError(
-                    f"parameter {slot.name!r} (stage {self.policy.stage}) was used by '{name}', but "
-                    f"{_EXTERNAL_USE_HINT}"
-                )
+                name, stage = getattr(func, "__name__", str(func)), self.policy.stage
+                hint = _GRAD_HINT if func in (torch.autograd.grad, torch.Tensor.backward) else _EXTERNAL_USE_HINT
+                raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by '{name}', but {hint}")
         self.unshard(exact=False)
         return None
 
@@ -280,15 +299,20 @@ class ShardGroup(Edits):
         if self.state is ParamState.UNSHARDING:
             self._finish_gather()
             self._move(ParamState.UNSHARDED)
+            self.versions.show()
 
-    def _adopt_parameters(self) -> None:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it."""
+    def _adopt_parameters(self) -> bool:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
+        ranks have the same values already.
+        """
+        agreed = True
         with torch.no_grad():
             for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                view.copy_(slot.param)
-                slot.param.data = view
+                flat = self.full[slot.offset : slot.offset + slot.numel]
+                agreed &= move_into(slot.param, flat)
+                slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
+        return agreed
 
     def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
         own = self.full[self._slice]
@@ -310,7 +334,7 @@ class ShardGroup(Edits):
             self.name,
             self.layout,
             self.slots,
-            shard_axis=self._axis,
+            shard_axis=self.shard_axis,
             replicate_axis=replicate_axis,
             route=self._gathering.route,
             keep_whole=not self.policy.shards_grads,
@@ -331,7 +355,7 @@ class ShardGroup(Edits):
         self.own[offset : offset + stop - start].copy_(value.expand(slot.param.shape).reshape(-1)[start:stop])
         self._refresh_masters(slice(offset, offset + stop - start))
         self.invalidate_copies()
-        torch.autograd.graph.increment_version(slot.param)
+        self.versions.count_write(slot.index)
         self.note_versions()
         return slot.param
 
@@ -344,7 +368,7 @@ class ShardGroup(Edits):
         """A whole copy of one parameter on the CPU; the first of a group gathers it once for all. Collective."""
         if not self._exported:
             was_sharded = self.state is ParamState.SHARDED
-            self.unshard()
+            self.unshard(purpose="state_dict")
             self._exported = [s.param.detach().to("cpu", copy=True) for s in self.slots]
             if was_sharded:
                 self.reshard()

@@ -48,6 +48,10 @@ _METADATA_METHODS = frozenset(
 )
 
 
+class UnderConstruction:
+    """Base of the guards of models that are being built, which act first (:mod:`construction`)."""
+
+
 class Guard:
     """Mixed into a parameter's class while its data are away."""
 
@@ -59,12 +63,14 @@ class Guard:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, UnderConstruction) for kind in types):
+            return NotImplemented
         sets = _set_attribute(func)
         if sets == "grad":
             return _set_gradient(func, args)
         if sets == "data":
             _check_same_memory(*args)
-        if _reads_metadata(func):
+        if reads_metadata(func):
             return private.plain_call(func, args, kwargs)
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__) and _is_released(args[0]):
             return _describe(args[0])
@@ -91,7 +97,7 @@ def guard_class(cls: type) -> type:
 
 def reads_data(func: Callable[..., Any]) -> bool:
     """Whether ``func`` is the reading of ``param.data``."""
-    return _attribute(func, "__get__") == "data"
+    return attribute_of(func, "__get__") == "data"
 
 
 def replaced_data(name: str) -> str:
@@ -104,7 +110,7 @@ def replaced_data(name: str) -> str:
     )
 
 
-def _attribute(func: Callable[..., Any], *accesses: str) -> str:
+def attribute_of(func: Callable[..., Any], *accesses: str) -> str:
     """The name of the attribute that ``func`` reads, sets or deletes, if it is such an access."""
     if getattr(func, "__name__", "") not in accesses:
         return ""
@@ -112,7 +118,7 @@ def _attribute(func: Callable[..., Any], *accesses: str) -> str:
 
 
 def _set_attribute(func: Callable[..., Any]) -> str:
-    return _attribute(func, "__set__", "__delete__")
+    return attribute_of(func, "__set__", "__delete__")
 
 
 def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -149,7 +155,8 @@ def _is_released(param: torch.Tensor) -> bool:
     return slot is None or (slot.group.releases and not slot.group.pins)
 
 
-def _reads_metadata(func: Callable[..., Any]) -> bool:
+def reads_metadata(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` needs no data."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _DATA_GETTERS

@@ -20,10 +20,12 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
+from shardcore.zero import scaling
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.root import Root, Unit
-from shardcore.zero.trees import map_tensors, tensors_in
+from shardcore.zero.saved import Watch
+from shardcore.zero.trees import Swaps, map_tensors, tensors_in
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 """All sharded models of this process."""
@@ -37,12 +39,13 @@ def install(root: Root) -> None:
         for unit in root.units:
             hooks = _UnitHooks(root, unit, gradient_hooks)
             unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(hooks.post_forward)
+            unit.module.register_forward_hook(hooks.post_forward, always_call=root.policy.shards_params)
     private.before_any_optimizer_step(_refuse_unsharded_optimizer)
     private.before_any_clipping(_refuse_unsharded_clipping)
     private.before_any_norm(_refuse_norm_of_nothing)
     private.after_any_zero_grad(_clear_sharded)
     _roots.add(root)
+    scaling.install(root)
     outer = _RootHooks(root)
     root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
     root.module.register_forward_hook(outer.post_forward, always_call=True)
@@ -54,6 +57,8 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         slot = find_slot(group["params"][0]) if group["params"] else None
+        if slot is not None:
+            slot.group.root.structure.check()
         if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
             raise StateError(
                 f"{type(optimizer).__name__} was stepped, but it holds parameters of a sharded model (such as "
@@ -145,6 +150,8 @@ class _GradientHooks:
         self._root.begin_backward()
         self.is_complete()
         self._root.window.note_gradient(self._group)
+        if self._root.gradient_factor != 1.0:
+            grad = self._corrected(index, grad)
         self._grads.accumulate(index, grad)
         if not self._grads.holds(index, grad):
             param.grad = None
@@ -155,6 +162,13 @@ class _GradientHooks:
             for callback in self.on_complete:
                 callback()
 
+    def _corrected(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient as if the loss had been scaled for this model."""
+        if self._grads.holds(index, grad):  # autograd has added it to earlier ones already
+            self._root.wrongly_scaled = self._group.slots[index].name
+            return grad
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) * self._root.gradient_factor
+
 
 @dataclass(eq=False, slots=True)
 class _Call:
@@ -163,6 +177,16 @@ class _Call:
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Aliases of the inputs that take a gradient; kept only until the hooks are on them."""
     has_inputs: bool = False
+    swaps: Swaps = field(default_factory=Swaps)
+    """Inputs in the caller's containers, which are aliased during the forward."""
+    watch: Watch | None = None
+
+    def leave(self) -> None:
+        """The forward has returned, or failed."""
+        self.swaps.undo()
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
 
 
 class _UnitHooks:
@@ -173,6 +197,8 @@ class _UnitHooks:
         self._unit = unit
         self._gradient_hooks = gradient_hooks
         self._releases = root.policy.shards_params
+        if root.shard_axis.size == 1:
+            unit.is_watched = False  # nothing is ever released
         for group in unit.groups:
             if group in gradient_hooks and self._releases:
                 gradient_hooks[group].on_complete.append(self._end_backward_if_complete)
@@ -181,6 +207,8 @@ class _UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather the unit, and note which inputs will tell that its backward is over."""
         root, unit = self._root, self._unit
+        if not root.forward_depth:
+            _refuse_transforms(self._releases)
         unit.was_called = True
         root.acquire(unit, "backward" if private.in_backward() else "forward")
         if not self._releases:
@@ -190,8 +218,13 @@ class _UnitHooks:
             return None
         call = _Call()
         unit.calls.append(call)
-        args, kwargs = map_tensors(lambda t: self._alias(t, call), (args, kwargs))
+        args = map_tensors(lambda t: self._alias(t, call), args, call.swaps)
+        if kwargs:
+            kwargs = {key: map_tensors(lambda t: self._alias(t, call), v, call.swaps) for key, v in kwargs.items()}
         self._watch_inputs(call)  # before the forward, which may write to them in place
+        if unit.is_watched:
+            call.watch = Watch(unit, lambda: self._begin_backward(call))
+            call.watch.start()
         return args, kwargs
 
     @private.not_traced
@@ -200,11 +233,15 @@ class _UnitHooks:
         root, unit = self._root, self._unit
         if not self._releases:
             return output
+        call = unit.calls.pop() if torch.is_grad_enabled() and unit.calls else None
+        if call is not None:
+            call.leave()
+        if output is None and private.current_exception() is not None:
+            return None
         while root.active and root.active.pop() is not unit:
             pass  # a module inside left by an exception that was caught
         output = map_tensors(self._own_memory, output)
-        if torch.is_grad_enabled() and unit.calls:
-            call = unit.calls.pop()
+        if call is not None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, call=call: self._begin_backward(call))
@@ -278,26 +315,50 @@ def _refuse_double_backward() -> None:
         )
 
 
+def _refuse_transforms(releases: bool) -> None:
+    """Gradients taken by ``torch.func`` go past the hooks, and gathers cannot be part of a transformed computation."""
+    around = private.transforms_around()
+    if "Grad" in around or (around and releases):
+        raise StateError(
+            f"a sharded model was called under torch.func's {', '.join(around)}: gradients there would go past the "
+            "reduction over ranks, and released parameters cannot be gathered. Transform an unsharded copy "
+            "(torch.func.functional_call(copy, parameters, ...) with parameters from shardcore.state_dict(model)), or "
+            "use loss.backward()"
+        )
+
+
 class _RootHooks:
-    """Forward of the whole model: casts inputs, scales gradients where they enter, tells other ranks of an
+    """Forward of the whole model: casts inputs, notices a backward at the outputs, tells other ranks of an
     exception.
     """
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self._swaps: list[Swaps] = []
+        """Of the forwards that run, outermost first: inputs in the caller's containers, which are cast meanwhile."""
 
     @private.not_traced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a forward; floating inputs are cast where the precision casts parameters."""
+        _refuse_transforms(self._root.policy.shards_params)
         self._root.begin_forward()
         dtype = self._root.precision.param_dtype
         if dtype is None:
             return None
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        swaps = Swaps()
+        self._swaps.append(swaps)
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        args = map_tensors(cast, args, swaps)
+        return args, {key: map_tensors(cast, value, swaps) for key, value in kwargs.items()}
 
     @private.not_traced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """End a forward; outputs are returned as aliases, so that a gradient is scaled once wherever it enters."""
+        """End a forward; outputs are returned as aliases, which tell that a backward has come to the model."""
+        if self._swaps:
+            self._swaps.pop().undo()
         error = private.current_exception()
         if error is not None and output is None:
             if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
@@ -313,11 +374,10 @@ class _RootHooks:
         if not tensor.requires_grad:
             return tensor
         entry = tensor.view_as(tensor)
+        scaling.mark_output(entry, self._root)
         entry.register_hook(self._on_entry)
         return entry
 
     @private.not_traced
-    def _on_entry(self, grad: torch.Tensor) -> torch.Tensor:
+    def _on_entry(self, grad: torch.Tensor) -> None:
         self._root.begin_backward()
-        scale = self._root.output_scale
-        return grad if scale == 1.0 else grad * scale

@@ -120,6 +120,7 @@ def _parameters(root: Root) -> list[torch.Tensor]:
     for group in root.groups:
         if not group.releases:
             group.complete()
+        group.invalidate_copies()  # the next gather makes them anew
     return [group.own if group.releases else group.full for group in root.groups]
 
 

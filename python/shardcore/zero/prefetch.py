@@ -7,7 +7,7 @@ a plan, and what departs from it is gathered on demand (:mod:`shardcore.plan`, `
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
@@ -47,13 +47,15 @@ def default_limits(unit_nbytes: Sequence[int], root_nbytes: int) -> PrefetchLimi
 
 class Prefetcher:
     """Gathers and releases the groups of one model. Every gather is collective over the shard axis, and ranks with the
-    same hooks start the same gathers in the same order.
+    same hooks start the same gathers in the same order. Where ranks are on different branches, ``takes_turns`` says so:
+    then nothing is planned, and each group is gathered at its use.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], limits: PrefetchLimits) -> None:
+    def __init__(self, groups: Sequence[ShardGroup], limits: PrefetchLimits, takes_turns: Callable[[], bool]) -> None:
         if limits.budget is not None and (isinstance(limits.budget, bool) or limits.budget < 1):
             raise ConfigError(f"budget={limits.budget!r}: expected a number of bytes of at least 1, or None")
         self._groups = groups
+        self._takes_turns = takes_turns
         units = [(group.name, group.nbytes) for group in groups]
         self.coordinator = plan.PrefetchCoordinator(units, **asdict(limits))
         self._is_running = self._has_failed = False
@@ -62,6 +64,9 @@ class Prefetcher:
         """A forward of the model begins; what the last step left behind is released."""
         if self._has_failed:
             self.reset()
+        if self._takes_turns():
+            self._release(self.coordinator.reset())
+            kind = "by turns"  # never ended, so never planned
         self._is_running = True
         release, start = self.coordinator.begin(kind)
         self._release(release)
@@ -90,7 +95,7 @@ class Prefetcher:
             self.reset()
         if self._is_running:
             self._is_running = False
-            self._release(self.coordinator.end())
+            self._release(self.coordinator.reset() if self._takes_turns() else self.coordinator.end())
 
     def fail(self) -> None:
         """A forward has raised: what is there is released. What stays under way is left to the next step, or to
@@ -100,7 +105,7 @@ class Prefetcher:
         deadline = time.monotonic() + _PATIENCE_S
         with suppress(RankMismatchError):  # what the forward raised says more
             for group in self._groups:
-                group.reshard_if_here(deadline - time.monotonic())
+                group.reshard(within_s=deadline - time.monotonic())
 
     def reset(self) -> None:
         """The step has failed: everything is released, and its order is forgotten."""

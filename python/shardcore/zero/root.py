@@ -12,6 +12,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import Offload
+from shardcore.zero import scaling
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
 from shardcore.zero.surroundings import Surroundings
@@ -37,7 +38,25 @@ class Unit:
         """Calls of its forward that have not returned, outermost first."""
         self.open_calls: set[Any] = set()
         """Calls whose backward has begun, and whose input gradients are not complete."""
+        self.is_watched = True
+        """Hooks look after what autograd saves in its forward; see :mod:`shardcore.zero.saved`."""
+        self.was_watched = False
+        """They did in a forward since the last backward."""
+        self.has_hidden_ways = False
+        """Backward has reached it by another way than its outputs and inputs; it stays watched."""
         self._borrowed: list[ShardGroup] = []
+
+    def end_pass(self) -> None:
+        """A backward has ended, or failed."""
+        self.was_called = self.was_watched = False
+        self.open_calls.clear()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Calls that have not returned have failed."""
+        for call in self.calls:
+            call.leave()
+        self.calls.clear()
 
     def add(self, group: ShardGroup) -> None:
         """Use a group of another unit, too."""
@@ -57,6 +76,10 @@ class Root(Surroundings):
 
     offload = Offload()
     """Where states rest."""
+    forward_depth = 0
+    backward_running = False
+    _num_forwards = 0
+    """Forwards with gradients since the last backward."""
 
     def __init__(
         self,
@@ -87,27 +110,31 @@ class Root(Surroundings):
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
         self.gradient_hooks: dict[ShardGroup, Any] = {}
         """What ``hooks.install`` put on the parameters, which hold it weakly."""
-        self.forward_depth = 0
-        self.backward_running = False
-        self._num_forwards = 0
-        """Forwards with gradients since the last backward."""
         self.active: list[Unit] = []
         """Units whose forward is running, outermost first."""
-        self.prefetcher: Prefetcher | None = None
+        self.prefetcher = self._make_prefetcher(limits)
         """Gathers and releases parameters where these are sharded."""
-        if policy.shards_params:
-            self.prefetcher = Prefetcher(groups, limits or self._default_limits())
         self._loss_scale: LossScale | None = None
         self._error_scale = 1.0
         self.accumulation = 1
-        """A plain ``loss.backward()`` is divided by this, once, where its gradient enters the model."""
+        """A loss is divided by this, once, where its backward starts."""
         self.num_micro_batches = 0
         """Micro-batches in the window, where an engine counts them."""
-        self.loss_is_scaled = False
-        """The engine has scaled the loss itself; the model's outputs must not do it again."""
+        self.gradient_factor = 1.0
+        """What gradients of the running backward are multiplied by as they arrive, where another model has decided by
+        what the loss was.
+        """
+        self.wrongly_scaled: str | None = None
+        """A parameter whose gradient in this window could not be corrected so."""
         self._program = comm.Program()
         for group in groups:
             group.join(self, self._program if policy.shards_params else None, self._gather_on_demand)
+        self._invite_to_reduce()
+
+    def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
+        if not self.policy.shards_params:
+            return None
+        return Prefetcher(self.groups, limits or self._default_limits(), self._takes_turns)
 
     @property
     def needs_unit_hooks(self) -> bool:
@@ -116,9 +143,7 @@ class Root(Surroundings):
 
     @property
     def output_scale(self) -> float:
-        """By what the gradient of a plain backward is multiplied where it enters the model."""
-        if self.loss_is_scaled:
-            return 1.0
+        """By what a loss is multiplied, or its gradient where a backward starts."""
         return self.loss_scale / (1 if self.num_tokens is not None else self.accumulation)
 
     @property
@@ -157,12 +182,12 @@ class Root(Surroundings):
 
     def end_forward(self, *, failed: bool = False) -> None:
         """The root module's forward ended, or failed."""
-        self.forward_depth -= 1
+        self.forward_depth = max(self.forward_depth - 1, 0)  # 0 before, where it was refused at once
         if self.forward_depth or private.in_backward():
             return
         self.active.clear()
         for unit in self.units:
-            unit.calls.clear()  # of a forward that failed
+            unit.forget_calls()
         if failed:
             self._forget_holders()
             self.watch()
@@ -179,6 +204,7 @@ class Root(Surroundings):
         self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
         self.backward_running = True
         self.num_passes += 1
+        self.gradient_factor = self.output_scale / scaling.running_factor()
         self._unwatch()
         self._forget_errors_of_another_scale()
         private.queue_backward_callback(self.end_backward)
@@ -190,13 +216,15 @@ class Root(Surroundings):
     def end_backward(self) -> None:
         """Autograd has finished: reduce what is left, release what is whole."""
         self.window.end_backward()
+        for unit in self.units:
+            unit.is_watched = unit.has_hidden_ways or (unit.is_watched and not unit.was_watched)
         self._settle()
         if self.policy.stage == 0:
             for group in self.groups:
                 if group.grads is not None:
                     group.grads.finish_reduce()
                     group.grads.expose()
-        if not self.forward_depth:
+        if not self.forward_depth and not self.policy.shards_params:
             for group in self.groups:
                 group.watch()
 
@@ -209,14 +237,21 @@ class Root(Surroundings):
         self.check_here(what="step()")
         if self.sessions:
             raise StateError("step() inside summon or GatheredParameters: leave the context first")
+        if self.wrongly_scaled is not None:
+            raise StateError(
+                f"a backward came through several models whose loss scales or accumulation counts differ, and the "
+                f"gradient of {self.wrongly_scaled!r} was added up with the wrong one: step models that one loss "
+                "reaches by one optimizer (shardcore.optimizer(cls, [a, b], ...)), or use stage 1 to 3"
+            )
         self.rest()
+        self.structure.check()
         with private.without_torch_function():
             for group in self.groups:
                 if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
-        self._check_places()
+        self.structure.check()
         if self.window.num_backwards:
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
@@ -232,6 +267,7 @@ class Root(Surroundings):
         self.num_micro_batches = self.window.num_backwards_in_micro_batch = 0
         self.num_passes += 1
         self._correction = 1.0
+        self.wrongly_scaled = None
         if self.num_tokens is not None:
             self.num_tokens = 0.0
         self.window.clear(set_to_none)
@@ -253,6 +289,7 @@ class Root(Surroundings):
         for group in self.groups:
             group.abandon()
         self.num_micro_batches = 0
+        self.wrongly_scaled = None
         self.num_passes += 1
         if self.num_tokens is not None:
             self.num_tokens = 0.0
@@ -303,6 +340,15 @@ class Root(Surroundings):
         self._num_forwards = min(self._num_forwards + 1, 8)  # the later ones of a loop without backwards are alike
         return "train" if self._num_forwards == 1 else f"train {self._num_forwards}"
 
+    def _invite_to_reduce(self) -> None:
+        """Let ranks on other branches reduce when this one has no gradients."""
+        for group in (self.groups[i] for i in self.plan.reduce_order):
+            if group.grads is not None and group.grads.is_plain and self.policy.shards_params:
+                self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
+
+    def _takes_turns(self) -> bool:
+        return self._program.takes_turns(self.shard_axis)
+
     def _forget_holders(self) -> None:
         for group in self.groups:
             group.holders.clear()
@@ -331,7 +377,7 @@ class Root(Surroundings):
             self._error_scale = scale
             for group in self.groups:
                 if group.grads is not None:
-                    group.grads.forget_errors()
+                    group.grads.route.forget_errors()
 
     def _settle(self) -> None:
         self._settle_state()
@@ -346,9 +392,7 @@ class Root(Surroundings):
         if not self.forward_depth:
             self.active.clear()
         for unit in self.units:
-            unit.was_called = False
-            unit.open_calls.clear()
-            unit.calls.clear()
+            unit.end_pass()
 
 
 def _thawed(slots: Sequence[ParameterSlot]) -> str:

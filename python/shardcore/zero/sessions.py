@@ -277,8 +277,7 @@ class Shown:
 
 def versions(slots: Sequence[ParameterSlot]) -> list[int]:
     """The version counters of these parameters."""
-    with private.without_torch_function():
-        return [private.version(slot.param) for slot in slots]
+    return private.versions([slot.param for slot in slots])
 
 
 def _has_fault(group: ShardGroup) -> bool:

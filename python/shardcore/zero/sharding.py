@@ -15,12 +15,15 @@ from shardcore.offload import Offload, ShardMemory
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
+from shardcore.zero.arguments import check_arguments, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.host_heap import keep_freed_memory
 from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
+from shardcore.zero.materialise import Init, materialise
+from shardcore.zero.pieces import cast_piece
 from shardcore.zero.placement import check_offload, place
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
@@ -43,32 +46,38 @@ def shard(
     mesh: Mesh | Axis | DeviceMesh | None = None,
     stage: int = 3,
     units: Units = "auto",
-    precision: Precision | None = None,
+    precision: Precision | str | torch.dtype | None = None,
     offload: Offload | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
     communication: Communication | None = None,
+    init: Init | None = None,
 ) -> nn.Module:
     """Shard ``module`` over the data-parallel axis of ``mesh``, in place. Collective over that axis.
 
     All ranks end with the parameters and buffers of the axis's first rank. Parameters keep identity, full shape, dtype
-    and ``requires_grad``; at stage 3 their data are there only while the module uses them.
+    and ``requires_grad``; at stage 3 their data are there only while the module uses them. Parameters and buffers on
+    the meta device are given memory and initialised here, at most a unit of them at a time
+    (:mod:`shardcore.zero.materialise` says by which calls).
 
     Args:
         module: the model; its forward, ``loss.backward()`` and ``state_dict()`` work as before (the last is
         collective).
-        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None: all ranks.
+        mesh: a :class:`shardcore.Mesh`, its ``["dp"]`` axis, or a DeviceMesh; None means all ranks.
         stage: 0 replicates (DDP), 1 shards optimizer states, 2 gradients too, 3 parameters too.
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
         gathered from forward to backward where it allows. None means two units besides what the model itself holds.
         offload: which states rest in host memory or on a disk; see :class:`shardcore.Offload`.
-        precision: dtypes and loss scaling; None keeps the parameters' dtypes, with fp32 masters for 16-bit ones.
+        precision: dtypes and loss scaling, or only the parameters' dtype (``"bf16"``, ``torch.bfloat16``); None keeps
+        the parameters' own dtypes. Masters of 16-bit parameters are fp32.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
         None means :func:`shardcore.zero.default_segment_nbytes`.
         prefetch: finer limits than ``budget``.
         communication: what travels between ranks in fewer bits or over fewer links; None sends everything in full.
+        init: initialises the own parameters and buffers of the module that it is called with, for each module that has
+        some on the meta device; None means the modules' own way.
 
     Returns:
         The same module.
@@ -78,20 +87,23 @@ def shard(
         StorageError: less host memory than the offload needs, with the arithmetic.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
-        RankMismatchError: ranks built different models.
+        RankMismatchError: ranks built different models, or gave different settings.
     """
     policy = Policy(stage=stage)
-    precision, communication = precision or Precision(), communication or Communication()
+    precision = Precision.of(precision)
+    communication = expect("communication", communication or Communication(), Communication)
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
-    mesh = _as_mesh(mesh, module)
+    mesh = as_mesh(mesh, module)
+    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
-    _cast(module, precision, mesh.device)
     assignment = assign_units(module, units)
+    materialise(module, mesh, assignment, init)
+    _cast(module, precision, mesh.device)
     shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device), mesh)
     _broadcast_buffers(module, mesh)
     memory = place(offload, assignment, shard_plan, precision, mesh)
@@ -133,15 +145,16 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
 
 def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
     if budget is None:
-        return prefetch
+        return None if prefetch is None else expect("prefetch", prefetch, PrefetchLimits)
     if prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     return PrefetchLimits(budget=budget)
 
 
-def _as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module) -> Mesh:
+def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = None) -> Mesh:
+    """The mesh that a ``mesh=`` argument means; None means the one of a pipeline's module, or all ranks."""
     if mesh is None:
-        part = find_pipeline(module)
+        part = None if module is None else find_pipeline(module)
         return Mesh() if part is None else part.mesh
     if isinstance(mesh, Mesh):
         return mesh
@@ -193,7 +206,8 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
     """Parameters to their dtype and device, buffers to the device only."""
     with torch.no_grad():
         for param in module.parameters():
-            param.data = param.data.to(device=device, dtype=precision.param_dtype)
+            if not cast_piece(param, device, precision.param_dtype):
+                param.data = param.data.to(device=device, dtype=precision.param_dtype)
             param.grad = None
         for child in module.modules():
             for name, buffer in child._buffers.items():
@@ -231,6 +245,7 @@ def _make_groups(
     memory: list[ShardMemory],
 ) -> list[ShardGroup]:
     groups = []
+    model = comm.name_of_next_model(axes.shard)
     for index, (unit_index, layout) in enumerate(shard_plan.groups):
         unit = assignment.units[unit_index]
         slots = [
@@ -247,7 +262,7 @@ def _make_groups(
         ]
         group = ShardGroup(
             index,
-            f"{unit.name}#{index}",
+            f"{unit.name}#{index}{model}",
             layout,
             slots,
             policy=policy,

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.zero.structure import Structure
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -43,9 +44,8 @@ class Surroundings:
         """States that ``offload_states`` has moved away."""
         self.parked: dict[str, list[Any]] = {}
         """Where they are meanwhile."""
-        self._places = [
-            (m._parameters, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)
-        ]
+        self.structure = Structure(module)
+        """What the model was made of when it was sharded."""
 
     @property
     def is_passing(self) -> bool:
@@ -129,15 +129,7 @@ class Surroundings:
                 group.grads.free()
         self.is_closed = True
 
-    def _check_places(self) -> None:
-        for params, key, param in self._places:
-            if params.get(key, param) is not param:
-                raise StateError(
-                    f"parameter {key!r} of shape {tuple(param.shape)} was replaced by another object after sharding "
-                    "(by model.to(another device), ...), so training would not reach it: move the model before "
-                    "shardcore.shard"
-                )
-
     def _unwatch(self) -> None:
-        for group in self.groups:
-            group.unwatch()
+        if not self.policy.shards_params:
+            for group in self.groups:
+                group.unwatch()

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -27,25 +31,89 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors; containers keep their type, unknown objects stay as they
-    are.
+class Swaps:
+    """What was replaced inside the caller's own containers, to be put back."""
+
+    __slots__ = ("_containers", "_originals")
+
+    def __init__(self) -> None:
+        self._containers: list[Any] = []
+        self._originals: dict[int, tuple[Any, Any]] = {}
+        """By the identity of the replacement, which is kept alive beside the original."""
+
+    def swap(self, container: Any, items: dict[Any, Any]) -> None:
+        """Put these items into the container."""
+        entries = _entries(container)
+        self._containers.append(container)
+        for key, item in items.items():
+            self._originals[id(item)] = (item, entries[key])
+            _set(container, key, item)
+
+    def undo(self) -> None:
+        """Put the originals back wherever a replacement stands now; what the module has written stays."""
+        for container in self._containers:
+            for key, item in _entries(container).items():
+                if id(item) in self._originals:
+                    _set(container, key, self._originals[id(item)][1])
+        self._containers.clear()
+        self._originals.clear()
+
+
+def map_tensors(function: Function, value: Any, swaps: Swaps | None = None) -> Any:
+    """``value`` with ``function`` applied to its tensors; containers keep their type, and are the same object where no
+    tensor changes; unknown objects stay as they are.
+
+    Args:
+        swaps: mutable containers are changed in place, and ``swaps.undo()`` puts back what was there; without it they
+            are copied where a tensor changes.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, MutableMapping):
-        mapped = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = map_tensors(function, item)
-        return mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        instance: Any = value
-        mapped = copy.copy(instance)
-        for field in dataclasses.fields(value):
-            object.__setattr__(mapped, field.name, map_tensors(function, getattr(value, field.name)))
-        return mapped
+    if isinstance(value, tuple):
+        return _map_tuple(function, value, swaps)
+    if not _is_mutable(value):
+        return value
+    entries = _entries(value)
+    mapped = {key: map_tensors(function, item, swaps) for key, item in entries.items()}
+    changed = {key: item for key, item in mapped.items() if item is not entries[key]}
+    if not changed:
+        return value
+    if swaps is not None:
+        swaps.swap(value, changed)
+        return value
+    value = copy.copy(value)
+    for key, item in changed.items():
+        _set(value, key, item)
     return value
+
+
+def _map_tuple(function: Function, value: tuple[Any, ...], swaps: Swaps | None) -> Any:
+    items = [map_tensors(function, item, swaps) for item in value]
+    if not any(map(operator.is_not, items, value)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, (list, MutableMapping, SimpleNamespace)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    """The items of a container by index, key or attribute."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    if isinstance(container, MutableMapping):
+        return dict(container.items())
+    if isinstance(container, SimpleNamespace):
+        return dict(vars(container))
+    names = [field.name for field in dataclasses.fields(container)]
+    return {name: getattr(container, name) for name in names if hasattr(container, name)}
+
+
+def _set(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, (list, MutableMapping)):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)  # also where the dataclass is frozen

@@ -199,7 +199,7 @@ def check_parameters(model: nn.Module) -> None:
 
     Raises:
         ConfigError: no parameter, complex or integer parameters, parameters that share memory, embeddings that are
-            sparse or rescale their rows, or parameters on the meta device.
+            sparse or rescale their rows.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -209,10 +209,6 @@ def check_parameters(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} is {param.dtype}; only real floating parameters can be sharded. Make it a buffer "
                 "or real"
-            )
-        if param.device.type == "meta":
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it first"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -296,7 +296,7 @@ def _assemble_into(slot: ParameterSlot, shard: torch.Tensor, whole: torch.Tensor
 def _note_write(slot: ParameterSlot) -> None:
     """A graph that saved the parameter must refuse its backward; the group's baseline and open contexts follow."""
     group = slot.group
-    torch.autograd.graph.increment_version(slot.param)
+    group.versions.count_write(slot.index)
     group.invalidate_copies()
     group.note_versions()
     for session in group.root.sessions:

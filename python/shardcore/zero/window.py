@@ -141,6 +141,7 @@ class Window:
 
     def _agree(self) -> tuple[list[list[bool]], dict[ShardGroup, bool]]:
         """One small all-reduce: who has gradients, what is unreduced, and whether the ranks ran the same program."""
+        comm.settle()
         present = [flag for group in self._groups for flag in _grads(group).present]
         local = [_grads(group).has_local for group in self._groups]
         if self._axis.size > 1:
