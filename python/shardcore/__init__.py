@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardcore.engine import initialize as initialize
     from shardcore.integrations import load_safetensors as load_safetensors
     from shardcore.mesh import Mesh as Mesh
+    from shardcore.offload import Offload as Offload
     from shardcore.optim import optimizer as optimizer
     from shardcore.zero import Communication as Communication
     from shardcore.zero import Precision as Precision
@@ -31,6 +32,7 @@ _HOME = {
     "Communication": "zero",
     "Engine": "engine",
     "Mesh": "mesh",
+    "Offload": "offload",
     "Precision": "zero",
     "empty_init": "zero",
     "initialize": "engine",

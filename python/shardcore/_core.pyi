@@ -27,6 +27,7 @@ __all__ = [
     "SwapFile",
     "Synthesis",
     "check_boundaries",
+    "check_host_memory",
     "convert",
     "dequantize",
     "evaluation_schedule",
@@ -37,7 +38,9 @@ __all__ = [
     "partition_marked",
     "partition_uniform",
     "pipeline_schedule",
+    "place_tiles",
     "plan_shards",
+    "plan_swap",
     "prefetch",
     "quantization_block",
     "quantize",
@@ -1119,6 +1122,13 @@ def check_boundaries(boundaries: SupportsGetItem[int, SupportsIndex], num_layers
     Raises ``PlanError`` naming the first boundary that is wrong.
     """
 
+def check_host_memory(what: str, nbytes: SupportsIndex) -> None:
+    """
+    Checks that ``nbytes`` of host memory can be had now, and takes none. ``what`` begins the message.
+
+    Raises ``StorageError`` with the arithmetic when the machine or a container has less.
+    """
+
 def convert(
     sources: SupportsGetItem[int, Any],
     targets: SupportsGetItem[int, Any],
@@ -1247,6 +1257,18 @@ def pipeline_schedule(
     Raises ``PlanError`` for an unknown name and for counts or costs that the schedule cannot have.
     """
 
+def place_tiles(
+    tiles: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]],
+) -> tuple[list[tuple[int, int, list[int]]], int]:
+    """
+    Lays tiles out in a file: each is ``(numel, itemsizes)``, the bytes of an element of each of its parts.
+
+    The answer are ``(offset, nbytes, parts)`` of each tile, ``parts`` being the byte of the tile where each part
+    starts, and the bytes of the file. Tiles start at multiples of 4096 bytes, parts at multiples of 512.
+
+    Raises ``PlanError`` for more than 2^63 - 1 bytes.
+    """
+
 def plan_shards(
     units: Iterable[tuple[str, Iterable[tuple[str, int, str, bool]]]],
     num_shards: SupportsIndex,
@@ -1261,6 +1283,20 @@ def plan_shards(
     unit. A parameter belongs to exactly one unit.
 
     Raises ``PlanError`` for a name in two units and for whatever ``groups`` refuses.
+    """
+
+def plan_swap(
+    order: SupportsGetItem[int, SupportsIndex], residents: SupportsGetItem[int, SupportsIndex | None]
+) -> tuple[list[tuple[str, int, int]], list[int | None]]:
+    """
+    Plans a step that updates the tiles ``order`` one after the other, while others come from a disk and go to it.
+
+    ``residents`` has the tile in each slot of host memory before the step, or ``None``; those are newer than what is on
+    the disk. The answer are the actions ``(what, tile, slot)`` in order, ``what`` being ``"read"``, ``"update"`` or
+    ``"write"``, and the residents after the step. A read waits for the write from its slot, an update for its read.
+    Steps that go through their tiles in opposite directions by turns move the fewest bytes.
+
+    Raises ``PlanError`` for no slot, and for a tile that is given twice.
     """
 
 def prefetch(

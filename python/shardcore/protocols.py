@@ -55,11 +55,17 @@ class ShardedGroup(Protocol):
 
     @property
     def master(self) -> torch.Tensor:
-        """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit)."""
+        """[shard_numel] this rank's master weights (the parameters themselves where they are not 16-bit and not
+        offloaded; no elements while they rest on a disk).
+        """
 
     @property
     def own(self) -> torch.Tensor:
-        """[shard_numel] this rank's shard of the parameters."""
+        """[shard_numel] this rank's shard of the parameters, in their dtype."""
+
+    @property
+    def num_edits(self) -> int:
+        """How often masters were to be taken from ``own`` anew."""
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -78,8 +84,10 @@ class ShardedGroup(Protocol):
     def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
         """As ``local_range``, for the rank at this position along the shard axis."""
 
-    def publish(self) -> None:
-        """Make the updated master weights the parameters: cast, and gather where parameters are whole. Collective."""
+    def publish(self, *, copied: bool = False) -> None:
+        """Make the updated master weights the parameters: cast (unless ``copied``: the update has), and gather where
+        parameters are whole. Collective.
+        """
 
 
 class ShardedRoot(Protocol):
@@ -91,6 +99,8 @@ class ShardedRoot(Protocol):
     data_axis: Axis
     skip_nonfinite: bool
     precision: Any
+    offload: Any
+    """Where states rest: a :class:`shardcore.offload.Offload`."""
     num_tokens: float | torch.Tensor | None
     num_passes: int
     optimizers: list[weakref.ref[ShardedOptimizerMark]]

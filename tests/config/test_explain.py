@@ -17,7 +17,7 @@ from shardcore.config import load_config
 FULL: dict[str, Any] = {
     "train_batch_size": 8,
     "fp16": {"enabled": True, "loss_scale_window": 7},
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "reduce_scatter": True},
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.95]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}},
     "elsewhere": True,
@@ -36,13 +36,13 @@ def test_explain_tells_values_origins_reasons_and_notes() -> None:
         "  fp16.loss_scale_window = 7 (given)",
         '  optimizer.params = {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.0} (given)',
         "  zero_optimization.reduce_bucket_size = 500000000 (default)",
-        "  zero_optimization.sub_group_size = 1000000000.0: the update runs over one group at a time",
+        "  zero_optimization.reduce_scatter = true: stages 1 to 3 always reduce by reduce-scatter",
         '  zero_optimization.reduce_bucket_size: "auto" stands for the default, 500000000',
         "  elsewhere: unknown top-level key, not read",
     ):
         assert line in text.split("\n"), line
     assert "worked out once the number" in load_config({"train_batch_size": 8}).explain()
-    assert "optimizer" not in load().explain()
+    assert "\n  optimizer." not in load().explain()
 
 
 @pytest.mark.parametrize("drop_in", [False, True])

@@ -41,8 +41,8 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("zero_optimization.offload_optimizer.device", "cpu"),
-        ("zero_optimization.offload_param.device", "nvme"),
+        ("zero_optimization.offload_optimizer.super_offload", True),
+        ("zero_optimization.offload_optimizer.ratio", 0.5),
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
         ("pipeline.stages", 4),
@@ -79,14 +79,14 @@ def test_neutral_values_are_accepted_and_change_nothing(path: str) -> None:
 
 
 def test_ignored_keys_are_listed_with_reasons_and_noted_in_one_line() -> None:
-    config = load(zero_optimization={"stage": 3, "sub_group_size": 1e9, "contiguous_gradients": True})
+    config = load(zero_optimization={"stage": 3, "allgather_bucket_size": 1e9, "contiguous_gradients": True})
     assert [(key.path, key.shown) for key in config.ignored] == [
-        ("zero_optimization.sub_group_size", "1000000000.0"),
+        ("zero_optimization.allgather_bucket_size", "1000000000.0"),
         ("zero_optimization.contiguous_gradients", "true"),
     ]
-    assert "one group at a time" in config.ignored[0].reason
+    assert "flat buffer" in config.ignored[0].reason
     (note,) = [note for note in config.notes if "without effect" in note]
-    assert "sub_group_size, zero_optimization.contiguous_gradients" in note
+    assert "allgather_bucket_size, zero_optimization.contiguous_gradients" in note
 
 
 def test_all_problems_come_at_once() -> None:
@@ -110,7 +110,7 @@ def test_all_problems_come_at_once() -> None:
         "fp16.loss_scale",
         "fp16.enabled and bf16.enabled",
         "zero_optimization.stag:",
-        "zero_optimization.offload_param.device",
+        'zero_optimization.offload_param.device: "cpu" needs zero_optimization.stage 3, got 0',
         "elasticity",
         "optimizer.params.lr",
         "optimizer.params.max_grad_norm: give it at the top level, as gradient_clipping",

@@ -147,6 +147,15 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.mics_shard_size": -1,
     "zero_optimization.mics_hierarchical_params_gather": False,
     "zero_optimization.overlap_comm": True,  # DeepSpeed: at stage 3 only; here it changes no number at any stage
+    "zero_optimization.sub_group_size": None,  # DeepSpeed: 1e9, which leaves nothing to overlap
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.pin_memory": True,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.nvme_path": None,
+    "zero_optimization.offload_optimizer.buffer_count": 4,
+    "zero_optimization.offload_optimizer.pin_memory": True,
+    "aio.block_size": 1048576,
+    "aio.queue_depth": 32,  # DeepSpeed: 8; the depth changes no number
     "optimizer.type": dataclasses.MISSING,
     "optimizer.params": dataclasses.MISSING,
     "scheduler.type": dataclasses.MISSING,

@@ -165,6 +165,9 @@ pub enum PlanError {
     #[error("{0}")]
     InvalidSchedule(Box<Fault>),
 
+    #[error("no plan for tiles on a disk: {reason}")]
+    BadSwap { reason: String },
+
     #[error("not a plan document: {reason}")]
     BadDocument { reason: String },
 }

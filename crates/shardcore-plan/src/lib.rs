@@ -10,6 +10,7 @@
 //! | [`bucket`] | in which order the groups' gradients are reduced |
 //! | [`prefetch`] | when units are gathered and released in a step |
 //! | [`shard_plan`] | all of it for a model cut into units |
+//! | [`swap`] | when tiles of optimizer states move between a disk and host memory |
 //!
 //! A plan also has a digest (ranks compare it at the start), a table for people (`explain`) and a JSON document, of
 //! which [`first_difference`] finds the first place where two disagree.
@@ -22,6 +23,7 @@ pub mod layout;
 pub mod prefetch;
 pub mod schedule;
 pub mod shard_plan;
+pub mod swap;
 
 mod diff;
 mod digest;

@@ -7,7 +7,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use shardcore_io::{HostBuffer, HostOptions, HostPool, StorageError};
 
-use crate::args::usize_of;
+use crate::args::{u64_of, usize_of};
 use crate::gil;
 
 /// Page-aligned host memory of exactly ``nbytes``, zeroed and committed, behind ``shardcore.offload.HostPool``.
@@ -26,6 +26,14 @@ impl PyHostMemory {
     pub(crate) fn buffer(&self) -> &Arc<HostBuffer> {
         self.pool.buffer()
     }
+}
+
+/// Checks that ``nbytes`` of host memory can be had now, and takes none. ``what`` begins the message.
+///
+/// Raises ``StorageError`` with the arithmetic when the machine or a container has less.
+#[pyfunction]
+pub(crate) fn check_host_memory(py: Python<'_>, what: &str, nbytes: i128) -> PyResult<()> {
+    gil::run(py, || HostOptions::now().limits.check(what, u64_of("nbytes", nbytes, "0 bytes or more")?, false))
 }
 
 #[pymethods]

@@ -20,6 +20,7 @@ mod quantize;
 mod schedule;
 mod schedule_args;
 mod simulation;
+mod swap;
 mod synthesis;
 mod tensor;
 
@@ -29,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::action::PyAction;
     #[pymodule_export]
-    use crate::host_memory::PyHostMemory;
+    use crate::host_memory::{PyHostMemory, check_host_memory};
     #[pymodule_export]
     use crate::io::{PyIoEngine, PyIoHandle, PySwapFile};
     #[pymodule_export]
@@ -51,6 +52,8 @@ mod _core {
     use crate::schedule::{PyPipelineSchedule, evaluation_schedule, pipeline_schedule, schedule_names};
     #[pymodule_export]
     use crate::simulation::PySimulation;
+    #[pymodule_export]
+    use crate::swap::{place_tiles, plan_swap};
     #[pymodule_export]
     use crate::synthesis::{PySynthesis, synthesize};
 }

@@ -17,6 +17,7 @@ from shardcore.config.sections import (
     LeafConfig,
     LoggingConfig,
     NetworkConfig,
+    OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
@@ -58,6 +59,8 @@ class Config:
     """Accumulation dtype."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """Sharding."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Homes outside the device."""
     leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""

@@ -65,6 +65,7 @@ def load_config(
     walk(_with_argument(raw, accumulation_argument, label, findings), findings)
     sections = _sections(findings, drop_in, classes or Classes())
     _check_precision(sections, findings)
+    _check_offload(sections, findings)
     _check_network(sections, findings)
     config = Config(
         **sections,
@@ -137,6 +138,26 @@ def _check_precision(sections: Mapping[str, Any], findings: Findings) -> None:
             f"fp16.min_loss_scale: expected at most 2 ** fp16.initial_scale_power = {fp16.initial_scale:g}, "
             f"got {fp16.min_loss_scale:g}; lower it, or raise the power"
         )
+
+
+def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
+    offload, stage = sections["offload"], sections["zero"].stage
+    section = "zero_optimization.offload"
+    if offload.param_device == "nvme":
+        findings.problems.append(
+            f'{section}_param.device: parameters on a disk are not available yet; use "cpu" or "none"'
+        )
+    if offload.param_device != "none" and stage < 3:
+        findings.problems.append(
+            f'{section}_param.device: "{offload.param_device}" needs zero_optimization.stage 3, got {stage}: at lower '
+            "stages parameters are whole on the device all the time"
+        )
+    if offload.optimizer_device != "none" and stage < 1:
+        findings.problems.append(
+            f'{section}_optimizer.device: "{offload.optimizer_device}" needs zero_optimization.stage 1, 2 or 3, got 0'
+        )
+    if offload.optimizer_device == "nvme" and offload.optimizer_path is None:
+        findings.problems.append(f'{section}_optimizer.nvme_path: missing; "nvme" needs the folder of the disk')
 
 
 def _check_network(sections: Mapping[str, Any], findings: Findings) -> None:

@@ -122,6 +122,30 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """What rests in host memory or on a disk instead of on the device."""
+
+    optimizer_device: Literal["none", "cpu", "nvme"] = "none"
+    """Where master weights and optimizer states rest; the CPU updates them unless it is "none"."""
+    optimizer_path: str | None = None
+    """Folder of the disk for "nvme"."""
+    optimizer_pin: bool = True
+    """Whether their host memory is registered with CUDA."""
+    buffer_count: int = 4
+    """For how many tiles of states on a disk host memory has room."""
+    param_device: Literal["none", "cpu", "nvme"] = "none"
+    """Where the shards of parameters rest at stage 3."""
+    param_pin: bool = True
+    """Whether their host memory is registered with CUDA."""
+    sub_group_size: int | None = None
+    """Elements of a shard that move to and from a disk as one, at most; None leaves it to the library."""
+    block_size: int = 1 << 20
+    """Bytes of one transfer to or from the disk, at most; whole pages."""
+    queue_depth: int = 32
+    """Transfers that are under way at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LeafConfig:
     """Modules that are one unit with everything in them, whichever of their parts a rank uses."""
 
@@ -186,6 +210,7 @@ SECTIONS: dict[str, type] = {
     "bf16": BF16Config,
     "data_types": DataTypesConfig,
     "zero": ZeroConfig,
+    "offload": OffloadConfig,
     "leaves": LeafConfig,
     "network": NetworkConfig,
     "data": DataConfig,

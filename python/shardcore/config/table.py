@@ -74,7 +74,7 @@ _TOP: dict[str, Entry] = {
     "vocabulary_size": Ignored("DeepSpeed only warns by it", SIZE),
     "disable_allgather": Ignored("parameters are always gathered by one collective per group", BOOL),
     "zero_allow_untested_optimizer": Ignored("every optimizer is probed when it is built", BOOL),
-    "zero_force_ds_cpu_optimizer": Ignored("concerns optimizer offload, which is off", BOOL),
+    "zero_force_ds_cpu_optimizer": Ignored("every element-wise optimizer can be offloaded", BOOL),
     "sparse_gradients": Removed("embedding gradients are reduced densely"),
     "graph_harvesting": Removed("compile the blocks of the model in its place"),
     "amp": Removed("use bf16 or fp16", ("enabled", "opt_level")),
@@ -149,7 +149,7 @@ _DATA_TYPES: dict[str, Entry] = {
 
 # --------------------------------------------------------------------------------------- zero_optimization
 _IN_PLACE = "a group's flat buffer serves the collective in place"
-_OFFLOAD_OFF = "takes effect with offload, which is off"
+_ON_DISK = "takes effect with parameters on a disk, which is refused"
 _ZERO: dict[str, Entry] = {
     "stage": Field("zero.stage", integer(low=0, high=3)),
     "reduce_bucket_size": Field("zero.reduce_bucket_size", SIZE),
@@ -163,7 +163,7 @@ _ZERO: dict[str, Entry] = {
     "allgather_bucket_size": Ignored(_IN_PLACE, SIZE),
     "load_from_fp32_weights": Ignored("masters are always restored from their own copy", BOOL),
     "elastic_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
-    "sub_group_size": Ignored("the update runs over one group at a time", SIZE),
+    "sub_group_size": Field("offload.sub_group_size", SIZE),
     "stage3_prefetch_bucket_size": Field("zero.prefetch_bucket_size", COUNT),
     "stage3_param_persistence_threshold": Field("zero.param_persistence_threshold", COUNT),
     "stage3_model_persistence_threshold": Ignored("nothing stays gathered from step to step", COUNT),
@@ -192,9 +192,9 @@ _ZERO: dict[str, Entry] = {
     "log_trace_cache_warnings": Ignored("there is no trace cache", BOOL),
     "enable_sanity_checks": Ignored("the checks are always on", BOOL),
     "save_muon_momentum_buffer_in_memory": Ignored("takes effect with the Muon optimizer", BOOL),
-    "cpu_offload": _later("offload of optimizer states to host memory"),
-    "cpu_offload_params": _later("offload of parameters to host memory"),
-    "cpu_offload_use_pin_memory": Ignored(_OFFLOAD_OFF, BOOL),
+    "cpu_offload": Unsupported('write "offload_optimizer": {"device": "cpu"}', BOOL, (False,)),
+    "cpu_offload_params": Unsupported('write "offload_param": {"device": "cpu"}', BOOL, (False,)),
+    "cpu_offload_use_pin_memory": Ignored("offload_optimizer.pin_memory says it", BOOL),
     "zenflow": Removed(
         "partial updates change what is trained",
         (
@@ -210,21 +210,30 @@ _LEAF_MODULE: dict[str, Entry] = {
 }
 _DEVICE = choice("none", "cpu", "nvme")
 _OFFLOAD_PARAM: dict[str, Entry] = {
-    "device": _later("offload of parameters", _DEVICE, "none"),
-    **_each(_OFFLOAD_OFF, nvme_path=TEXT, buffer_count=SIZE, buffer_size=SIZE, max_in_cpu=COUNT, pin_memory=BOOL),
+    "device": Field("offload.param_device", _DEVICE),
+    "pin_memory": Field("offload.param_pin", BOOL),
+    **_each(_ON_DISK, nvme_path=TEXT, buffer_count=SIZE, buffer_size=SIZE, max_in_cpu=COUNT),
 }
 _OFFLOAD_OPTIMIZER: dict[str, Entry] = {
-    "device": _later("offload of optimizer states", _DEVICE, "none"),
-    "super_offload": _later("offload of optimizer states"),
-    **_each(
-        _OFFLOAD_OFF, nvme_path=TEXT, buffer_count=SIZE, pin_memory=BOOL, pipeline_read=BOOL, pipeline_write=BOOL,
-        fast_init=BOOL, ratio=number(low=0, high=1), cpuadam_cores_perc=number(low=0, high=1),
+    "device": Field("offload.optimizer_device", _DEVICE),
+    "nvme_path": Field("offload.optimizer_path", TEXT),
+    "buffer_count": Field("offload.buffer_count", SIZE),
+    "pin_memory": Field("offload.optimizer_pin", BOOL),
+    "ratio": Unsupported(
+        "updating a part of each shard on the device: not available yet", number(low=0, high=1), (1.0,)
     ),
-}  # fmt: skip
-_AIO = _each(
-    _OFFLOAD_OFF, block_size=SIZE, queue_depth=SIZE, intra_op_parallelism=SIZE, thread_count=SIZE,
-    single_submit=BOOL, overlap_events=BOOL, use_gds=BOOL,
-)  # fmt: skip
+    "super_offload": _later("updates that start before the gradient norm is known"),
+    **_each("reads and writes always overlap the update", pipeline_read=BOOL, pipeline_write=BOOL),
+    "fast_init": Ignored("nothing is written to the disk before the first update", BOOL),
+    "cpuadam_cores_perc": Ignored("the update uses as many threads as torch", number(low=0, high=1)),
+}
+_ONE_QUEUE = "one queue takes all transfers and reports each when it ends"
+_AIO: dict[str, Entry] = {
+    "block_size": Field("offload.block_size", SIZE),
+    "queue_depth": Field("offload.queue_depth", SIZE),
+    **_each(_ONE_QUEUE, intra_op_parallelism=SIZE, thread_count=SIZE, single_submit=BOOL, overlap_events=BOOL),
+    "use_gds": _later("transfers between disk and GPU without host memory"),
+}
 
 # ---------------------------------------------------------------------------- parallelism and recomputation
 _PIPE_OFF = "takes effect with " + _PIPELINE

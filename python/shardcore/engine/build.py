@@ -4,6 +4,7 @@ use.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
+from shardcore.offload import Offload
 from shardcore.optim import (
     ConstantScale,
     DynamicScale,
@@ -130,8 +132,31 @@ def _shard(config: Config, model: nn.Module, mesh: Mesh, saving: zero.Communicat
         precision=_precision(config),
         segment_nbytes=_segment_nbytes(config, mesh),
         prefetch=_prefetch_limits(config),
+        offload=_offload(config),
         communication=saving,
     )
+
+
+def _offload(config: Config) -> Offload | None:
+    """The homes that the file asks for; None where everything stays on the device."""
+    asked = config.offload
+    states, params = (None if device == "none" else device for device in (asked.optimizer_device, asked.param_device))
+    if states is None and params is None:
+        return None
+    offload = Offload(
+        params=params,
+        grads=None if states is None else "cpu",
+        states=states,
+        path=asked.optimizer_path if states == "nvme" else None,
+        pin=asked.param_pin if states is None else asked.optimizer_pin,
+        num_tiles=asked.buffer_count,
+        queue_depth=asked.queue_depth,
+        block_nbytes=asked.block_size,
+    )
+    if asked.sub_group_size is None:
+        return offload
+    # Front ends write DeepSpeed's default, a thousand million, which would leave nothing to overlap.
+    return dataclasses.replace(offload, tile_numel=min(asked.sub_group_size, offload.tile_numel))
 
 
 def _mark_leaves(config: Config, model: nn.Module) -> None:

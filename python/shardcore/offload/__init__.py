@@ -13,5 +13,20 @@ from __future__ import annotations
 from shardcore._core import IoEngine, IoHandle, SwapFile
 
 from .host_pool import HostPool
+from .policy import Offload
+from .shards import ShardMemory, ShardSpec, place_shards, take_pool
+from .tiles import TileSpec, TileStore
 
-__all__ = ["HostPool", "IoEngine", "IoHandle", "SwapFile"]
+__all__ = [
+    "HostPool",
+    "IoEngine",
+    "IoHandle",
+    "Offload",
+    "ShardMemory",
+    "ShardSpec",
+    "SwapFile",
+    "TileSpec",
+    "TileStore",
+    "place_shards",
+    "take_pool",
+]

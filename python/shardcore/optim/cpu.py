@@ -170,6 +170,24 @@ class CPUOptimizer(torch.optim.Optimizer):
             self._copies[param] = target
         self._forget_caches()
 
+    def complete_states(self, allocate: Callable[[str, int, torch.dtype], torch.Tensor | None]) -> None:
+        """Make the states of fp32 parameters that have none, before their first step, in memory of the caller's choice.
+
+        Args:
+            allocate: gives zeros [numel] for (name of the state, numel, dtype); where it gives None, as a caller that
+                only counts does, the state is not made yet.
+        """
+        for group in self.param_groups:
+            dtype = _DTYPES[group["state_dtype"]]
+            for param in (param for param in group["params"] if not self.state[param]):
+                made = {name: allocate(name, param.numel(), dtype) for name in self.states_of(group)}
+                found = {name: memory.view(param.shape) for name, memory in made.items() if memory is not None}
+                if len(found) == len(made):
+                    for name, memory in found.items():
+                        memory.copy_(self._fresh(param, group, name))
+                    self.state[param] = {"step": torch.tensor(0.0), **found}
+        self._forget_caches()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
 

@@ -19,7 +19,7 @@ def sum_of_squares(root: ShardedRoot, held: Held) -> torch.Tensor:
     grads = held.grads(root) if part is None else held.counted_grads(root, part.counts_in_norm)
     norms = [torch.linalg.vector_norm(grad).to(torch.float64) for grad in grads]
     zero = torch.zeros((), dtype=torch.float64, device=root.device)
-    squares = torch.stack(norms).square().sum() if norms else zero
+    squares = torch.stack(norms).square().sum().to(root.device) if norms else zero
     squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
     return squares if part is None else comm.sum_over_ranks(squares, part.pipeline_axis, "gradient norm of stages")
 

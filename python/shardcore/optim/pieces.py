@@ -29,29 +29,42 @@ class Piece:
     slots: tuple[ParameterSlot, ...]
     tensor: torch.Tensor
 
-    def set_gradient(self, *, active: bool) -> None:
-        """Give the optimizer this piece's part of the reduced gradient, or none."""
-        if not active:
-            self.tensor.grad = None
-            return
-        grad = self.group.grad_shard[self.start : self.stop]
-        self.tensor.grad = grad if grad.dtype == self.tensor.dtype else grad.to(self.tensor.dtype)
+    def gradient(self) -> torch.Tensor:
+        """This piece's part of the reduced gradient, in the masters' dtype."""
+        return self.group.grad_shard[self.start : self.stop].to(self.tensor.dtype)
 
 
-def cut_into_pieces(groups: Sequence[ShardedGroup], options_of: dict[torch.nn.Parameter, int]) -> list[Piece]:
-    """The pieces of all trainable groups, in order; parameters that the optimizer does not hold are left out."""
+def cut_into_pieces(
+    groups: Sequence[ShardedGroup], options_of: dict[torch.nn.Parameter, int], tile_numel: int | None = None
+) -> list[Piece]:
+    """The pieces of all trainable groups, in order; parameters that the optimizer does not hold are left out.
+
+    With ``tile_numel`` pieces are cut where tiles end: at multiples of it in their shard.
+    """
     pieces = []
     for group in groups:
         if not group.trainable:
             continue
-        ranges = [(slot, *group.local_range(slot)) for slot in group.slots]
-        here = [(slot, offset, offset + stop - start) for slot, start, stop, offset in ranges if stop > start]
-        for options, run in groupby(here, key=lambda item: options_of.get(item[0].param)):
+        here = [item for slot in group.slots for item in _cut_at_tiles(slot, group.local_range(slot), tile_numel)]
+        keys = ((options_of.get(slot.param), start // tile_numel if tile_numel else 0) for slot, start, _ in here)
+        for (options, _), run in groupby(zip(keys, here, strict=True), key=lambda item: item[0]):
             if options is None:
                 continue
-            members = list(run)
+            members = [item for _, item in run]
             pieces.append(_piece(group, options, members[0][1], members[-1][2], tuple(slot for slot, _, _ in members)))
     return pieces
+
+
+def _cut_at_tiles(
+    slot: ParameterSlot, local: tuple[int, int, int], tile_numel: int | None
+) -> list[tuple[ParameterSlot, int, int]]:
+    """(slot, start, stop) in the shard for each tile that has a part of the parameter."""
+    start, stop, offset = local
+    end = offset + stop - start
+    cuts = [offset]
+    if tile_numel is not None:
+        cuts.extend(range((offset // tile_numel + 1) * tile_numel, end, tile_numel))
+    return [(slot, begin, finish) for begin, finish in zip(cuts, [*cuts[1:], end], strict=True) if finish > begin]
 
 
 def split(piece: Piece, optimizer: torch.optim.Optimizer) -> list[Piece]:
@@ -59,7 +72,8 @@ def split(piece: Piece, optimizer: torch.optim.Optimizer) -> list[Piece]:
     parts = []
     for slot in piece.slots:
         start, stop, offset = piece.group.local_range(slot)
-        parts.append(_piece(piece.group, piece.options, offset, offset + stop - start, (slot,)))
+        begin, finish = max(offset, piece.start), min(offset + stop - start, piece.stop)
+        parts.append(_piece(piece.group, piece.options, begin, finish, (slot,)))
     state = optimizer.state.pop(piece.tensor, {})
     for part in parts:
         if state:

@@ -45,19 +45,42 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def states_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that the optimizer keeps for each element of a parameter of ``dtype`` in its ``group``-th group."""
+    trial = _trial(optimizer, group, [torch.linspace(-1.0, 2.0, 8).to(dtype)])
+    _step(trial, torch.linspace(0.1, 3.0, 8))
+    state = trial.state[trial.param_groups[0]["params"][0]]
+    return {
+        name: value.dtype
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == 8
+    }
+
+
 def _run(optimizer: torch.optim.Optimizer, sizes: list[int], shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
     """Three steps of a copy of ``optimizer`` on a fixed vector cut into pieces of ``sizes``, each viewed in ``shape``;
     returns the vector.
     """
-    values = torch.linspace(-1.0, 2.0, 8)
-    pieces = [piece.clone().view(shape) for piece in values.split(sizes)]
+    pieces = [piece.clone().view(shape) for piece in torch.linspace(-1.0, 2.0, 8).split(sizes)]
+    trial = _trial(optimizer, 0, pieces)
+    for step in range(3):
+        _step(trial, torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8))
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+def _trial(optimizer: torch.optim.Optimizer, group: int, pieces: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` over these tensors, with the options of one of its groups."""
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    options = {
+        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
+    }
     trial.param_groups = [{**options, "params": pieces, "lr": 0.05}]
-    for step in range(3):
-        grads = torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8)
-        for piece, grad in zip(pieces, grads.split(sizes), strict=True):
-            piece.grad = grad.clone().view(shape)
-        private.plain_step(trial)
-    return torch.cat([piece.flatten() for piece in pieces])
+    return trial
+
+
+def _step(trial: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
+    pieces = trial.param_groups[0]["params"]
+    for piece, grad in zip(pieces, gradient.split([piece.numel() for piece in pieces]), strict=True):
+        piece.grad = grad.to(piece.dtype, copy=True).view(piece.shape)
+    private.plain_step(trial)

@@ -18,12 +18,15 @@ from shardcore.errors import ConfigError, StateError
 from shardcore.optim.agreement import agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
+from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
+from shardcore.optim.tiled import TiledUpdate
 from shardcore.optim.tokens import count_tokens, tokens_per_rank
+from shardcore.optim.update import Update
 from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
@@ -94,13 +97,18 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
     ) -> None:
         self._roots = roots
         options_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-        self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of)]
+        offload = common_offload(roots)
+        tile_numel = offload.tile_numel if offload.states == "nvme" else None
+        self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of, tile_numel)]
         self._held = Held(roots, options_of)
         self.inner = _build_inner(
             build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
+        if offload.states is not None:
+            self.inner = on_host(self.inner, roots)
+        self._update = _make_update(self.inner, self._pieces, roots[0])
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
             for key, value in inner.items():
                 public.setdefault(key, value)
@@ -227,6 +235,11 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
         Args:
             alone: values that are one for all must not be those of other parameters too.
         """
+        if isinstance(self._update, TiledUpdate):
+            raise StateError(
+                f"the optimizer state of {slot.name!r} rests on a disk (Offload(states='nvme')) and is here in steps "
+                "only; state_dict() of the optimizer has it"
+            )
         if alone:
             for piece in [piece for piece in self._pieces if slot in piece.slots and len(piece.slots) > 1]:
                 self._split(piece)
@@ -291,7 +304,7 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
         where parameters are 16-bit. It loads only into the same model on the same mesh. Tensors are not copied.
         """
         self._check_here("state_dict of the optimizer")
-        return {**save(self._pieces, self.inner, self.param_groups), **self._counters()}
+        return {**save(self._pieces, self._update, self.param_groups), **self._counters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` gave on this rank; masters become the parameters. Collective over the
@@ -301,7 +314,7 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
             ConfigError: it comes from another model, mesh or set of parameter groups; on every rank.
         """
         self._check_here("load_state_dict of the optimizer")
-        restore(self._pieces, self.inner, self.param_groups, self._roots, state_dict)
+        restore(self._pieces, self._update, self.param_groups, self._roots, state_dict)
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.num_steps = int(state_dict["num_steps"])
         self.num_skipped_steps = int(state_dict["num_skipped_steps"])
@@ -324,23 +337,28 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
-        groups = self._held.groups
-        if not self._scale_gradients(self._divisor()):
-            self._skip(groups)
+        factor = self._gradient_factor(self._divisor())
+        if factor is None:
+            self._skip(self._held.groups)
             return
         self._unscaled_at = {root: root.num_passes for root in self._roots}
         self.loss_scale.update(overflow=False)
-        self._set_gradients(has_gradient)
+        self._run_update(self._active_pieces(has_gradient), factor)
+        for group in self._held.groups:
+            if any(has_gradient.get(slot.param, False) for slot in group.slots):
+                group.publish(copied=self._update.writes_parameters(group))
+        self.num_steps += 1
+        self.step_was_applied = True
+
+    def _run_update(self, pieces: list[Piece], factor: float | torch.Tensor) -> None:
+        groups = self._held.groups
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in public.items() if key not in ("params", "param_names")})
-        private.plain_step(self.inner)
-        for group in groups:
-            if any(has_gradient.get(slot.param, False) for slot in group.slots):
-                group.publish()
-        self.num_steps += 1
-        self.step_was_applied = True
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            self._held.multiply(factor)
+        self._update.run(pieces)
 
     def _divisor(self) -> float:
         """By what the sums in the shards are divided: the loss scale and what normalises the window. Collective where
@@ -353,25 +371,19 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
             return self.loss_scale.scale / root.window_correction
         return self.loss_scale.scale * tokens_per_rank(self._roots)
 
-    def _scale_gradients(self, scale: float) -> bool:
-        """Unscale and clip in one pass. False if the step must be skipped for an inf or NaN on any rank."""
+    def _gradient_factor(self, scale: float) -> float | torch.Tensor | None:
+        """What unscales and clips the gradients. None if the step must be skipped for an inf or NaN on any rank."""
         skips = any(root.skip_nonfinite for root in self._roots)
         if not (skips or self.max_grad_norm is not None or self.track_grad_norm):
             self._norm = None
-            if scale != 1.0:
-                self._held.multiply(1 / scale)
-            return True
+            return 1 / scale
         self._norm = norm = self._global_norm() / scale
         if skips and not math.isfinite(norm):
-            return False
+            return None
         if self.max_grad_norm is None:
-            factor: float | torch.Tensor = 1 / scale
-        else:
-            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
-            factor = float(factor) if norm.device.type == "cpu" else factor
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            self._held.multiply(factor)
-        return True
+            return 1 / scale
+        factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0) / scale
+        return float(factor) if norm.device.type == "cpu" else factor
 
     def _global_norm(self) -> torch.Tensor:
         """The 2-norm of the whole reduced gradient: one partial sum per group and rank, each element counted once."""
@@ -395,11 +407,14 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
                 self.num_skipped_steps,
             )
 
-    def _set_gradients(self, has_gradient: dict[nn.Parameter, bool]) -> None:
+    def _active_pieces(self, has_gradient: dict[nn.Parameter, bool]) -> list[Piece]:
+        """The pieces to update; those of which only a part has a gradient are cut."""
+        active: list[Piece] = []
         for piece in list(self._pieces):
             flags = {has_gradient[slot.param] for slot in piece.slots}
-            for part in self._split(piece) if len(flags) == 2 else [piece]:
-                part.set_gradient(active=has_gradient[part.slots[0].param])
+            parts = self._split(piece) if len(flags) == 2 else [piece]
+            active.extend(part for part in parts if has_gradient[part.slots[0].param])
+        return active
 
     def _split(self, piece: Piece) -> list[Piece]:
         parts = split(piece, self.inner)
@@ -419,6 +434,15 @@ def _build_inner(
         raise ConfigError(
             f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
         ) from error
+
+
+def _make_update(inner: torch.optim.Optimizer, pieces: list[Piece], root: ShardedRoot) -> Update:
+    """How updates run, by where states rest. Collective over the data-parallel axis."""
+    if root.offload.states == "nvme":
+        return TiledUpdate(inner, pieces, root)
+    if root.offload.states == "cpu":
+        allocate_states(inner, root.data_axis)
+    return Update(inner)
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

@@ -31,6 +31,10 @@ class Edits:
     state: ParamState
     releases: bool
     shard_axis: Axis
+    num_edits = 1
+    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    _frees: bool
+    """Whether the whole parameters leave no memory behind when they are released."""
     _slice: slice
     _gathering: Gathering
     versions: VersionCounters
@@ -76,8 +80,9 @@ class Edits:
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.
         """
-        if self.releases and self.shard_axis.size > 1:
+        if self._frees:
             self.own.copy_(self.full[self._slice])
+        self.num_edits += 1
         self.invalidate_copies()
         self._refresh_masters(slice(None))
         self.note_versions()
@@ -131,6 +136,6 @@ class Edits:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
         the masters keep their full precision.
         """
-        if self.master is not self.own:
+        if self.master is not self.own and self.master.numel() == self.own.numel():
             own, master = self.own[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))

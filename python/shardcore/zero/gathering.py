@@ -52,7 +52,7 @@ class Gathering:
         is_plain = rounds or not self.route.rounds_gathers
         if is_plain and self._secondary_is_current:
             return self._gather_secondary(full, unit, program)
-        full[own].copy_(shard)
+        full[own].copy_(shard, non_blocking=True)
         handle = self.route.gather(full, unit, program, exact=exact)
         if self._secondary_axis is None or not is_plain:
             return handle

@@ -30,6 +30,16 @@ class GroupGradients(JoinsReductions):
     all-reduce, so that autograd itself may accumulate into ``param.grad``, and sums of two reductions stay right).
     """
 
+    has_local = False
+    """The whole buffer holds gradients of this rank that no reduction has taken yet."""
+    was_reduced = False
+    """A reduction of this window is in the shard."""
+    program: comm.Program | None = None
+    _handle: comm.Handle | None = None
+    _sent: torch.Tensor | None = None
+    _host_is_current = False
+    """What the update reads in host memory is what the device has, or was made of it."""
+
     def __init__(
         self,
         name: str,
@@ -44,6 +54,8 @@ class GroupGradients(JoinsReductions):
         sum_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        host_shard: torch.Tensor | None = None,
+        rests_on_host: bool = False,
     ) -> None:
         self.name = name
         self._slots = slots
@@ -51,7 +63,9 @@ class GroupGradients(JoinsReductions):
         self._replicate_axis = replicate_axis
         self.route = route
         """The way of its shards between ranks."""
-        self._keep_whole = keep_whole or shard_axis.size == 1
+        self._host_shard = host_shard
+        self._rests_on_host = rests_on_host and not keep_whole
+        self._keep_whole = keep_whole or (shard_axis.size == 1 and not self._rests_on_host)
         self._reduce_dtype = reduce_dtype
         self._world = shard_axis.size * replicate_axis.size
         self.exposed = expose
@@ -69,22 +83,24 @@ class GroupGradients(JoinsReductions):
 
         self.present = [False] * len(slots)
         """Which parameters got a gradient on this rank since the last clear."""
-        self.has_local = False
-        """The whole buffer holds gradients of this rank that no reduction has taken yet."""
         self._written = [False] * len(slots)
         self._shown = [False] * len(slots)
-        self.was_reduced = False
-        """A reduction of this window is in the shard."""
-        self.program: comm.Program | None = None
-        self._handle: comm.Handle | None = None
-        self._sent: torch.Tensor | None = None
 
     @property
     def shard(self) -> torch.Tensor:
-        """[shard_numel] the reduced mean gradient of this rank's shard (zeros before any reduction)."""
+        """[shard_numel] the reduced mean gradient of this rank's shard (zeros before any reduction), in host memory
+        where the update runs there.
+        """
+        return self._device_shard if self._host_shard is None else self._host_shard
+
+    @property
+    def _device_shard(self) -> torch.Tensor:
+        """Where reductions are summed up: in host memory too, if gradients rest there."""
         if self._keep_whole:
             self._allocate()
             return self._own
+        if self._shard is None and self._rests_on_host:
+            self._shard = self._host_shard
         if self._shard is None:
             self._shard = torch.zeros(self._own.shape, dtype=self._full.dtype, device=self._full.device)
         return self._shard
@@ -164,14 +180,19 @@ class GroupGradients(JoinsReductions):
         if not self._keep_whole:
             self._store_shard()
         self.was_reduced = True
+        self._host_is_current = False
 
     def settle(self) -> None:
         """The window is complete: a shard that nothing was reduced into is zero, whatever the last window left
         there.
         """
         if not self.was_reduced:
-            self.shard.zero_()
+            self._device_shard.zero_()
             self.was_reduced = True
+            self._host_is_current = False
+        if self._host_shard is not None and not self._rests_on_host and not self._host_is_current:
+            self._host_shard.copy_(self._device_shard)
+            self._host_is_current = True
 
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
@@ -230,6 +251,7 @@ class GroupGradients(JoinsReductions):
             start = self._own.storage_offset()
             first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
             self._shard[first : max(first, last)].zero_()
+        self._host_is_current = False
         if set_to_none:
             self.present[index] = False
             if self.exposed:
@@ -251,7 +273,7 @@ class GroupGradients(JoinsReductions):
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
         self.finish_reduce()
-        self.has_local = self.was_reduced = False
+        self.has_local = self.was_reduced = self._host_is_current = False
         self._written = [False] * len(self._slots)
         self._shown = [False] * len(self._slots)
         if set_to_none:
@@ -260,7 +282,7 @@ class GroupGradients(JoinsReductions):
                 for slot in self._slots:
                     slot.param.grad = None
         else:
-            self.shard.zero_()
+            self._device_shard.zero_()
             self.was_reduced = True
         if not self._keep_whole:
             self._resize(0)
@@ -332,12 +354,12 @@ class GroupGradients(JoinsReductions):
                 self._full.zero_()
 
     def _store_shard(self) -> None:
-        if self._shard is None:
+        if self._shard is None and not self._rests_on_host:
             self._shard = self._own.clone()
         elif self.was_reduced:
-            self._shard.add_(self._own)
+            self._device_shard.add_(self._own.to(self._device_shard.device))
         else:
-            self._shard.copy_(self._own)
+            self._device_shard.copy_(self._own)
         self._resize(0)
 
     def _is_open(self) -> bool:

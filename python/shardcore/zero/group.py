@@ -15,6 +15,7 @@ import torch
 
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.offload import ShardMemory
 from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
@@ -42,7 +43,8 @@ class ShardGroup(Edits, JoinsGathers):
     """Parameters that share a unit, dtype and trainability.
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
-    ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit).
+    ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit and masters rest with
+    them). ``memory`` has those of them, and of gradients, that rest outside the device.
     """
 
     pins = 0
@@ -69,6 +71,7 @@ class ShardGroup(Edits, JoinsGathers):
         replicate_axis: Axis,
         device: torch.device,
         gathering: Gathering,
+        memory: ShardMemory,
     ) -> None:
         self.index = index
         self.name = name
@@ -95,16 +98,15 @@ class ShardGroup(Edits, JoinsGathers):
         self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
-        self.own = self.full[self._slice]
-        if self.releases and shard_axis.size > 1:
-            self.own = self.own.clone()
-        self.master = self._make_master(precision.master_dtype(dtype))
         self._gathering = gathering
+        self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
+        self.own = self._make_own(memory.own)
+        self.master = self._make_master(precision.master_dtype(dtype), memory.master)
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:
             self.reshard()  # before the gradients' buffer, which is as large until it is released
-        self.grads = self._make_gradients(precision, dtype, replicate_axis) if self.trainable else None
+        self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
 
     def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
@@ -152,7 +154,7 @@ class ShardGroup(Edits, JoinsGathers):
         if self.root is not None and self.root.offloaded:
             self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
-        if self.shard_axis.size > 1:
+        if self._frees:
             self.full.untyped_storage().resize_(self.nbytes)
             name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
@@ -192,7 +194,7 @@ class ShardGroup(Edits, JoinsGathers):
         if self.shard_axis.size > 1:
             self.versions.hide()
         self.guard()
-        if self.shard_axis.size > 1:
+        if self._frees:
             self.full.untyped_storage().resize_(0)
 
     def pin(self) -> None:
@@ -208,13 +210,13 @@ class ShardGroup(Edits, JoinsGathers):
         if self.pins == 0 and self._release_is_due:
             self.reshard()
 
-    def publish(self) -> None:
+    def publish(self, *, copied: bool = False) -> None:
         """Make the updated masters the parameters. Where these are whole, starts a gather that their first use waits
-        for.
+        for. With ``copied`` the update has written ``own`` already.
         """
         if self.state is ParamState.UNSHARDING:
             self._arrive()
-        if self.master is not self.own:
+        if self.master is not self.own and not copied:
             self.own.copy_(self.master)
         self.invalidate_copies()
         self.versions.count_write()
@@ -286,12 +288,22 @@ class ShardGroup(Edits, JoinsGathers):
                 slot.group = self
         return agreed
 
-    def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
+    def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
+        own = self.full[self._slice]
+        if memory is not None:
+            return memory.copy_(own)
+        return own.clone() if self._frees else own
+
+    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is not None:
+            return memory if memory.numel() == 0 else memory.copy_(self.own)
         if not self.trainable or dtype == self.full.dtype:
             return self.own
         return self.own.to(dtype)
 
-    def _make_gradients(self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis) -> GroupGradients:
+    def _make_gradients(
+        self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis, memory: ShardMemory
+    ) -> GroupGradients:
         return GroupGradients(
             self.name,
             self.layout,
@@ -304,6 +316,8 @@ class ShardGroup(Edits, JoinsGathers):
             sum_dtype=precision.sum_dtype(dtype),
             reduce_dtype=precision.reduce_dtype(dtype),
             device=self.full.device,
+            host_shard=memory.grad,
+            rests_on_host=memory.grad_rests,
         )
 
     def _load(self, slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ class JoinsReductions:
     _full: torch.Tensor
     _own: torch.Tensor
     was_reduced: bool
+    _host_is_current: bool
     _reduce_dtype: torch.dtype
     route: comm.Route
     _shard_axis: Axis
@@ -34,7 +35,7 @@ class JoinsReductions:
         return self._replicate_axis.size == 1 and self.route.is_plain and not self.route.rounds_reductions
 
     @property
-    def shard(self) -> torch.Tensor:
+    def _device_shard(self) -> torch.Tensor:
         """[shard_numel] this rank's reduced gradient."""
         raise NotImplementedError
 
@@ -51,11 +52,13 @@ class JoinsReductions:
         comm.reduce_shards(zeros, self._shard_axis, self.name).wait()
         start = self._own.storage_offset()
         reduced = zeros[start : start + self._own.numel()]
+        shard = self._device_shard
         if self.was_reduced:
-            self.shard.add_(reduced)
+            shard.add_(reduced.to(shard.device))
         else:
-            self.shard.copy_(reduced)
+            shard.copy_(reduced)
         self.was_reduced = True
+        self._host_is_current = False
 
 
 class JoinsGathers:

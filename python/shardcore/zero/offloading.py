@@ -77,7 +77,9 @@ def offload_states(
     root.rest()
     pinned = pin_memory and root.device.type == "cuda"
     for state in wanted - root.offloaded:
-        found = {tensor.untyped_storage() for tensor in _TENSORS[state](root) if tensor.device == root.device}
+        # What rests in host memory is not on the device, also where that is the CPU: its storages have a fixed place.
+        found = {t.untyped_storage() for t in _TENSORS[state](root) if t.device == root.device}
+        found = {storage for storage in found if storage.resizable()}
         root.parked[state] = [_park(storage, pinned, non_blocking) for storage in _unique(found)]
         root.offloaded.add(state)
         if state == "lp_grads":

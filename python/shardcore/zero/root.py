@@ -11,6 +11,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
+from shardcore.offload import Offload
 from shardcore.zero import scaling
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
@@ -73,6 +74,8 @@ class Unit:
 class Root(Surroundings):
     """What ``zero.shard`` leaves on a model; see :class:`shardcore.protocols.ShardedRoot`."""
 
+    offload = Offload()
+    """Where states rest."""
     gradient_factor = 1.0
     """What gradients of the running backward are multiplied by as they arrive, where another model has decided by what
     the loss was.

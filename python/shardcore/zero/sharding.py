@@ -11,6 +11,7 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
+from shardcore.offload import Offload, ShardMemory
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
@@ -24,6 +25,7 @@ from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.materialise import Init, materialise
 from shardcore.zero.pieces import cast_piece
+from shardcore.zero.placement import check_offload, place
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -46,7 +48,7 @@ def shard(
     stage: int = 3,
     units: Units = "auto",
     precision: Precision | str | torch.dtype | None = None,
-    offload: Any | None = None,
+    offload: Offload | None = None,
     budget: int | None = None,
     segment_nbytes: int | None = None,
     prefetch: PrefetchLimits | None = None,
@@ -68,6 +70,7 @@ def shard(
         units: what is gathered and reduced as a whole; see :func:`shardcore.zero.units.assign_units`.
         budget: at stage 3, the most bytes of gathered parameters per rank; the step is planned under it, and units stay
         gathered from forward to backward where it allows. None means two units besides what the model itself holds.
+        offload: which states rest in host memory or on a disk; see :class:`shardcore.Offload`.
         precision: dtypes and loss scaling, or only the parameters' dtype (``"bf16"``, ``torch.bfloat16``); None keeps
         the parameters' own dtypes. Masters of 16-bit parameters are fp32.
         segment_nbytes: largest group of parameters, in bytes of the parameter dtype; bounds the reduction buffers.
@@ -81,8 +84,8 @@ def shard(
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded or that nothing initialises, an option
-        that is not available yet.
+        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an offload that the stage does not have.
+        StorageError: less host memory than the offload needs, with the arithmetic.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
         RankMismatchError: ranks built different models, or gave different settings.
@@ -90,8 +93,7 @@ def shard(
     policy = Policy(stage=stage)
     precision = Precision.of(precision)
     communication = expect("communication", communication or Communication(), Communication)
-    if offload is not None:
-        raise ConfigError("shard(offload=...) is not available yet; leave it out")
+    check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
     mesh = as_mesh(mesh, module)
     check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
@@ -103,10 +105,10 @@ def shard(
     assignment = assign_units(module, units)
     materialise(module, mesh, assignment, init)
     _cast(module, precision, mesh.device)
-    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device))
-    comm.agree_on("the shard plan", shard_plan.digest(), shard_plan.to_json(), mesh["dp"], plan.first_difference)
+    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device), mesh)
     _broadcast_buffers(module, mesh)
-    groups = _make_groups(assignment, shard_plan, policy, precision, axes, communication, mesh.device)
+    memory = place(offload, assignment, shard_plan, precision, mesh)
+    groups = _make_groups(assignment, shard_plan, policy, precision, axes, communication, mesh.device, memory)
     root = Root(
         module,
         _make_units(module, assignment, shard_plan, groups),
@@ -119,6 +121,7 @@ def shard(
         device=mesh.device,
         limits=prefetch,
     )
+    root.offload = offload or Offload()
     _install(root)
     return module
 
@@ -214,12 +217,15 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
                     child._buffers[name] = buffer.to(device)
 
 
-def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int) -> plan.ShardPlan:
+def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int, mesh: Mesh) -> plan.ShardPlan:
+    """The plan that all ranks have made."""
     units = [
         (unit.name, [(n, p.numel(), parameter_dtype(p), p.requires_grad) for n, p in unit.params.items()])
         for unit in assignment.units
     ]
-    return plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
+    made = plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
+    comm.agree_on("the shard plan", made.digest(), made.to_json(), mesh["dp"], plan.first_difference)
+    return made
 
 
 def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
@@ -238,6 +244,7 @@ def _make_groups(
     axes: _Axes,
     communication: Communication,
     device: torch.device,
+    memory: list[ShardMemory],
 ) -> list[ShardGroup]:
     groups = []
     model = comm.name_of_next_model(axes.shard)
@@ -266,6 +273,7 @@ def _make_groups(
             replicate_axis=axes.replicate,
             device=device,
             gathering=_gathering(layout, slots, axes, communication),
+            memory=memory[index],
         )
         for slot in slots:
             attach_slot(slot)

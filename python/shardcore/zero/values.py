@@ -232,6 +232,11 @@ def _check_trainable(slot: ParameterSlot, what: str) -> None:
 def _masters(group: ShardGroup) -> torch.Tensor:
     """This rank's masters, with what the user wrote into whole parameters."""
     group.root.check_here("lp_params" if group.master is group.own else "hp_params", what="reading a master weight")
+    if group.master.numel() != group.own.numel():
+        raise StateError(
+            f"reading a master weight of {group.name}: masters rest on a disk (Offload(states='nvme')) and are here in "
+            "steps only; the optimizer's state_dict() has them"
+        )
     group.adopt_edits_if_any()
     return group.master
 

@@ -10,3 +10,4 @@ mod megatron;
 mod partition;
 mod prefetch;
 mod shard_plan;
+mod swap;

@@ -1,0 +1,38 @@
+//! `shardcore.plan`: how tiles move between a disk and host memory.
+
+#![allow(clippy::needless_pass_by_value, reason = "pyo3 hands lists over by value")]
+
+use pyo3::prelude::*;
+use shardcore_plan::swap::{self, SwapPlan};
+
+use crate::gil;
+
+/// Plans a step that updates the tiles ``order`` one after the other, while others come from a disk and go to it.
+///
+/// ``residents`` has the tile in each slot of host memory before the step, or ``None``; those are newer than what is on
+/// the disk. The answer are the actions ``(what, tile, slot)`` in order, ``what`` being ``"read"``, ``"update"`` or
+/// ``"write"``, and the residents after the step. A read waits for the write from its slot, an update for its read.
+/// Steps that go through their tiles in opposite directions by turns move the fewest bytes.
+///
+/// Raises ``PlanError`` for no slot, and for a tile that is given twice.
+#[pyfunction]
+pub(crate) fn plan_swap(
+    py: Python<'_>,
+    order: Vec<usize>,
+    residents: Vec<Option<usize>>,
+) -> PyResult<(Vec<(&'static str, usize, usize)>, Vec<Option<usize>>)> {
+    let SwapPlan { actions, residents } = gil::run(py, || swap::plan_swap(&order, &residents))?;
+    Ok((actions.into_iter().map(|(action, tile, slot)| (action.name(), tile, slot)).collect(), residents))
+}
+
+/// Lays tiles out in a file: each is ``(numel, itemsizes)``, the bytes of an element of each of its parts.
+///
+/// The answer are ``(offset, nbytes, parts)`` of each tile, ``parts`` being the byte of the tile where each part
+/// starts, and the bytes of the file. Tiles start at multiples of 4096 bytes, parts at multiples of 512.
+///
+/// Raises ``PlanError`` for more than 2^63 - 1 bytes.
+#[pyfunction]
+pub(crate) fn place_tiles(py: Python<'_>, tiles: Vec<(u64, Vec<u64>)>) -> PyResult<(Vec<(u64, u64, Vec<u64>)>, u64)> {
+    let (places, file_nbytes) = gil::run(py, || swap::place_tiles(&tiles))?;
+    Ok((places.into_iter().map(|place| (place.offset, place.nbytes, place.parts)).collect(), file_nbytes))
+}

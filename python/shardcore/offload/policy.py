@@ -1,0 +1,92 @@
+"""Which state of a sharded model rests where: on the device, in host memory, or on a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcore.errors import ConfigError
+
+PathLike = str | os.PathLike[str]
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "params": (None, "cpu"),
+    "grads": (None, "cpu"),
+    "states": (None, "cpu", "nvme"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """The homes of a sharded model's states. None leaves a state on the device.
+
+    Raises:
+        ConfigError: all that contradicts itself, at once.
+    """
+
+    params: str | None = None
+    """``"cpu"``: this rank's shard of the parameters rests in host memory (stage 3)."""
+    grads: str | None = None
+    """``"cpu"``: reduced gradients go to host memory in each backward. None: at the update, where that runs there."""
+    states: str | None = None
+    """``"cpu"`` or ``"nvme"``: master weights and optimizer states rest there, and the CPU updates them."""
+    path: PathLike | Sequence[PathLike] | None = None
+    """Folder for ``"nvme"``, or several on a disk each, which are striped. Files in it have no names."""
+    ratio: float = 1.0
+    """The part of each shard's states that is offloaded; only 1.0, all of it, is available yet."""
+    pin: bool = True
+    """Register host memory with CUDA, where there is CUDA."""
+    tile_numel: int = 1 << 22
+    """Elements of a shard that move between host memory and disk as one, and are updated as one."""
+    num_tiles: int = 4
+    """Tiles that host memory has room for with ``states="nvme"``; tiles beyond three save disk traffic."""
+    queue_depth: int = 32
+    """Transfers to and from the disk that are under way at once."""
+    block_nbytes: int = 1 << 20
+    """Bytes of a transfer at most, and of a stripe; whole pages."""
+
+    def __post_init__(self) -> None:
+        problems = [*self._wrong_values(), *self._contradictions()]
+        if problems:
+            raise ConfigError("; ".join(f"Offload({problem}" for problem in problems))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders for ``"nvme"``."""
+        if self.path is None:
+            return []
+        if isinstance(self.path, str | os.PathLike):
+            return [Path(self.path)]
+        return [Path(path) for path in self.path]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything rests elsewhere than on the device."""
+        return (self.params, self.grads, self.states) != (None, None, None)
+
+    def _wrong_values(self) -> list[str]:
+        problems = []
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and (name, value) != ("params", "nvme"):
+                problems.append(f"{name}={value!r}): expected {' or '.join(map(repr, choices))}")
+        if self.ratio != 1.0:
+            problems.append(f"ratio={self.ratio!r}): updating a part on the device is not available yet; leave it out")
+        for name, least in (("tile_numel", 1), ("num_tiles", 1), ("queue_depth", 1), ("block_nbytes", 4096)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                problems.append(f"{name}={value!r}): expected an integer of at least {least}")
+        return problems
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        if self.params == "nvme":
+            problems.append('params="nvme"): parameters on a disk are not available yet; use params="cpu"')
+        if self.states == "nvme" and not self.folders:
+            problems.append('states="nvme"): give the folder of the disk, path=...')
+        if self.states != "nvme" and self.path is not None:
+            problems.append(f'path={str(self.path)!r}): nothing rests on a disk; add states="nvme", or leave it out')
+        if self.grads is not None and self.states is None:
+            problems.append('grads="cpu"): the update needs them on the device; add states="cpu", or leave it out')
+        return problems

@@ -1,0 +1,128 @@
+"""Optimizer states on a disk: tiles in one file, of which host memory holds a few at a time.
+
+The file has all its space from the start and no name, so a disk that is too small shows before training, and nothing is
+left behind however the process ends. What moves when is planned by the Rust core (``plan.plan_swap``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardcore import comm, plan
+from shardcore._core import IoEngine, IoHandle, SwapFile
+from shardcore.errors import StateError, StorageError
+from shardcore.offload.policy import Offload
+from shardcore.offload.shards import take_pool
+
+if TYPE_CHECKING:
+    from shardcore.mesh import Axis
+
+Parts = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """A range of a shard: how many elements, and the dtype of each of its parts."""
+
+    numel: int
+    parts: tuple[torch.dtype, ...]
+
+
+class TileStore:
+    """Tiles on a disk, updated one after the other in host memory."""
+
+    def __init__(self, offload: Offload, tiles: Sequence[TileSpec], axis: Axis) -> None:
+        """Make the file and the host memory. Collective over ``axis``.
+
+        Raises:
+            StorageError: the disk or host memory is too small, with the arithmetic; or the folder cannot be written.
+        """
+        self._tiles = tiles
+        sizes = [(tile.numel, [dtype.itemsize for dtype in tile.parts]) for tile in tiles]
+        self._places, self.file_nbytes = plan.place_tiles(sizes)
+        slot_nbytes = max((nbytes for _, nbytes, _ in self._places), default=0)
+        num_slots = min(offload.num_tiles, len(tiles))
+        pool = take_pool([("tiles of states", slot_nbytes, torch.uint8)] * num_slots, axis, pin=offload.pin)
+        self.host_nbytes = pool.nbytes
+        """Bytes of host memory."""
+        self._slots = [pool.tensor(slot_nbytes, torch.uint8) for _ in range(num_slots)]
+        self._engine = IoEngine(queue_depth=offload.queue_depth, block_nbytes=offload.block_nbytes)
+        pool.register(self._engine)
+        try:
+            self._file = SwapFile(self._engine, offload.folders, self.file_nbytes, stripe_nbytes=offload.block_nbytes)
+        except StorageError as error:
+            comm.report_failure(error)
+            raise
+        self._under_way: list[IoHandle | None] = [None] * num_slots
+        self._residents: list[int | None] = [None] * num_slots
+        self._on_disk: set[int] = set()
+        self.failed = False
+        """A step failed half-way, so that some tiles are newer than others."""
+        self.read_nbytes = 0
+        """Bytes read from the disk since the start."""
+        self.written_nbytes = 0
+        """Bytes written to the disk since the start."""
+
+    def run(self, order: Sequence[int], update: Callable[[int, Parts], None]) -> None:
+        """Call ``update(tile, parts)`` for each tile of ``order`` with its parts in host memory, each [numel]; what it
+        writes there is kept. A tile that was never updated has undefined parts.
+
+        Raises:
+            StorageError: the disk failed; the message names the file.
+            StateError: it failed before, so that some tiles are newer than others.
+        """
+        if self.failed:
+            raise StateError(
+                "an earlier step failed between host memory and disk, so optimizer states are partly updated: load a "
+                "checkpoint (load_state_dict), or start again"
+            )
+        actions, residents = plan.plan_swap(list(order), self._residents)
+        self.failed = True
+        for what, tile, slot in actions:
+            if what == "update":
+                self._settle(slot)
+                update(tile, self._parts(tile, slot))
+            else:
+                self._start(what, tile, slot)
+        self._residents = residents
+        self.failed = False
+
+    def forget(self) -> None:
+        """All tiles are as if never updated, also after a failure."""
+        for slot in range(len(self._slots)):
+            with suppress(StorageError):
+                self._settle(slot)
+        self._residents = [None] * len(self._slots)
+        self._on_disk.clear()
+        self.failed = False
+
+    def _start(self, what: str, tile: int, slot: int) -> None:
+        self._settle(slot)
+        offset, nbytes, _ = self._places[tile]
+        memory = self._slots[slot][:nbytes]
+        if what == "write":
+            self._under_way[slot] = self._engine.write(self._file, memory, offset)
+            self._on_disk.add(tile)
+            self.written_nbytes += nbytes
+        elif tile in self._on_disk:
+            self._under_way[slot] = self._engine.read(self._file, memory, offset)
+            self.read_nbytes += nbytes
+
+    def _settle(self, slot: int) -> None:
+        """Wait for what moves to or from the slot."""
+        handle, self._under_way[slot] = self._under_way[slot], None
+        if handle is not None:
+            handle.wait()
+
+    def _parts(self, tile: int, slot: int) -> Parts:
+        spec, (_, _, starts) = self._tiles[tile], self._places[tile]
+        memory = self._slots[slot]
+        return [
+            memory[start : start + spec.numel * dtype.itemsize].view(dtype)
+            for start, dtype in zip(starts, spec.parts, strict=True)
+        ]
