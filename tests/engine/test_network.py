@@ -57,8 +57,8 @@ def trained(settings: dict[str, Any], mesh: sc.Mesh | None) -> dict[str, torch.T
 
 
 def shards(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's masters by group."""
-    return {group.name: group.master.clone() for group in find_root(model).groups}
+    """This rank's masters by group; which model of the process it is does not matter."""
+    return {group.name.partition(" of model")[0]: group.master.clone() for group in find_root(model).groups}
 
 
 @spmd(world=4)

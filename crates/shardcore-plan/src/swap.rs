@@ -122,8 +122,8 @@ fn check(order: &[usize], residents: &[Option<usize>]) -> Result<()> {
     for (what, tiles) in [("order", order.to_vec()), ("slots", residents.iter().copied().flatten().collect())] {
         let mut sorted = tiles;
         sorted.sort_unstable();
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(PlanError::BadSwap { reason: format!("tile {} stands twice in the {what}", pair[0]) });
+        if let Some((tile, _)) = sorted.iter().zip(sorted.iter().skip(1)).find(|(tile, next)| tile == next) {
+            return Err(PlanError::BadSwap { reason: format!("tile {tile} stands twice in the {what}") });
         }
     }
     Ok(())

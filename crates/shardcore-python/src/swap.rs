@@ -7,6 +7,12 @@ use shardcore_plan::swap::{self, SwapPlan};
 
 use crate::gil;
 
+/// What to do with which tile in which slot.
+type Action = (&'static str, usize, usize);
+
+/// Where a tile is in the file, its bytes, and the byte of the tile where each part starts.
+type TilePlace = (u64, u64, Vec<u64>);
+
 /// Plans a step that updates the tiles ``order`` one after the other, while others come from a disk and go to it.
 ///
 /// ``residents`` has the tile in each slot of host memory before the step, or ``None``; those are newer than what is on
@@ -20,7 +26,7 @@ pub(crate) fn plan_swap(
     py: Python<'_>,
     order: Vec<usize>,
     residents: Vec<Option<usize>>,
-) -> PyResult<(Vec<(&'static str, usize, usize)>, Vec<Option<usize>>)> {
+) -> PyResult<(Vec<Action>, Vec<Option<usize>>)> {
     let SwapPlan { actions, residents } = gil::run(py, || swap::plan_swap(&order, &residents))?;
     Ok((actions.into_iter().map(|(action, tile, slot)| (action.name(), tile, slot)).collect(), residents))
 }
@@ -32,7 +38,7 @@ pub(crate) fn plan_swap(
 ///
 /// Raises ``PlanError`` for more than 2^63 - 1 bytes.
 #[pyfunction]
-pub(crate) fn place_tiles(py: Python<'_>, tiles: Vec<(u64, Vec<u64>)>) -> PyResult<(Vec<(u64, u64, Vec<u64>)>, u64)> {
+pub(crate) fn place_tiles(py: Python<'_>, tiles: Vec<(u64, Vec<u64>)>) -> PyResult<(Vec<TilePlace>, u64)> {
     let (places, file_nbytes) = gil::run(py, || swap::place_tiles(&tiles))?;
     Ok((places.into_iter().map(|place| (place.offset, place.nbytes, place.parts)).collect(), file_nbytes))
 }

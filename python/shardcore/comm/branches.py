@@ -108,7 +108,6 @@ def branches_of(axis: Axis) -> Branches:
     found: Branches | None = b.branches.get(axis.key)
     if found is None:
         found = b.branches[axis.key] = Branches()
-        b.on_silence = _follow
     return found
 
 
@@ -249,6 +248,9 @@ def _follow(axis: Axis) -> None:
     """If other ranks have parted while this one waited, part with them."""
     if not branches_of(axis).are_apart and watch.published(watch.board(), axis, "parted"):
         part(axis)
+
+
+watch.on_silence(_follow)  # from the start: a rank that has not asked for branches must follow those that have, too
 
 
 def _tell_all(axis: Axis, entered: dict[int, str]) -> dict[int, dict[int, str]]:

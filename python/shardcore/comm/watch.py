@@ -77,8 +77,6 @@ class _Board:
     """Per axis: how its ranks read each other's memory, if they may."""
     unfinished: Unfinished | None = None
     """The last collective, where it has steps that have not started."""
-    on_silence: Callable[[Axis], None] | None = None
-    """Called with an axis along which this rank has waited for a while."""
     on_entry: Callable[[Axis, str], None] | None = None
     """Called with each collective before it is entered, once ranks have parted somewhere."""
     branches: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +85,7 @@ class _Board:
 
 
 _board: _Board | None = None
+_followers: list[Callable[[Axis], None]] = []
 _excepthook = sys.excepthook
 
 
@@ -157,6 +156,11 @@ class Waitable(Protocol):
         """Whether it has ended, well or not."""
 
 
+def on_silence(notice: Callable[[Axis], None]) -> None:
+    """Call ``notice`` with an axis along which this rank has waited for a while, again and again."""
+    _followers.append(notice)
+
+
 def wait(work: Waitable, entry: Entry) -> None:
     """Wait for a collective; raises instead of hanging.
 
@@ -176,8 +180,7 @@ def wait(work: Waitable, entry: Entry) -> None:
             if work.is_completed() or "timed out" not in str(error).lower():
                 raise_lost_connection(entry, error)
         look_around(entry)
-        notice = board().on_silence
-        if notice is not None:
+        for notice in _followers:
             notice(entry.axis)
         if time.monotonic() > deadline:
             raise RankMismatchError(f"{where(entry)}: no answer within {timeout_s():.0f} s. {_absent(entry)}")

@@ -76,6 +76,8 @@ class Root(Surroundings):
 
     offload = Offload()
     """Where states rest."""
+    loss_is_scaled = False
+    """Whoever runs the backwards (a pipeline) has multiplied the losses itself."""
     gradient_factor = 1.0
     """What gradients of the running backward are multiplied by as they arrive, where another model has decided by what
     the loss was.
@@ -142,6 +144,8 @@ class Root(Surroundings):
     @property
     def output_scale(self) -> float:
         """By what a loss is multiplied, or its gradient where a backward starts."""
+        if self.loss_is_scaled:
+            return 1.0
         return self.loss_scale / (1 if self.num_tokens is not None else self.accumulation)
 
     @property
