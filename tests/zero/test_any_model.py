@@ -325,7 +325,7 @@ def test_functional_call_works_with_any_parameters(stage: int) -> None:
         torch.testing.assert_close(torch.func.functional_call(model, given, (x,)), expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own jvp uses it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp uses it
 @all_stages
 @spmd(world=2)
 def test_transforms_of_torch_func_are_refused_or_right(stage: int) -> None:
