@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -152,12 +153,19 @@ def test_parameters_read_as_ordinary_ones_where_they_are_whole(stage: int) -> No
     assert torch.nn.utils.parameters_to_vector(model.head.parameters()).shape == (24,)
 
 
+def test_the_norm_of_nothing_is_zero_where_no_gradient_waits() -> None:
+    program = (  # a process of its own, without models of other tests whose gradients wait
+        "import torch, shardcore as sc\n"
+        "model = sc.shard(torch.nn.Linear(2, 2), stage=2)\n"
+        "assert torch.nn.utils.get_total_norm([]) == 0.0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @spmd(world=2)
 def test_b38_torchs_norms_called_directly(stage: int) -> None:
-    gc.collect()  # models of other tests in this process
     model = build(stage)
-    torch.nn.utils.get_total_norm([])  # of nothing, where no gradient waits
     play(model, 0, sc.Mesh().rank)
     params = list(model.parameters())
     with pytest.raises(StateError, match="full_grad"):
