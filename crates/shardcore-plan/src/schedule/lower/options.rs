@@ -44,10 +44,11 @@ pub struct Lowering {
     /// two copies of each stage of a bidirectional placement are added by lowering.
     pub tied: Vec<Vec<u32>>,
     /// How many receives of a stage and direction may be posted and not yet used, at least 1. With 2, a transfer
-    /// overlaps the computation before the one that needs it.
+    /// overlaps the computation before the one that needs it. Where the order of the messages needs more, lowering
+    /// raises it.
     pub receives_ahead: u32,
-    /// How many stages a rank gathers at once at `ZeRO` stage 3, at least 1. With 2, the next is gathered behind the
-    /// computation of the one in use.
+    /// How many stages a rank gathers at once at `ZeRO` stage 3, at least 1; more where one composite works on more.
+    /// With 2, the next is gathered behind the computation of the one in use.
     pub max_unsharded: u32,
 }
 
