@@ -205,7 +205,9 @@ fn check_lowered(compute: &Schedule, lowering: &Lowering) -> Result<(), TestCase
     let lowered = compute.lower(&fitted(lowering, compute.placement())).unwrap();
     prop_assert_eq!(lowered.header().comm, CommModel::Blocking);
     run_blocking(&lowered).map_err(TestCaseError::fail)?;
-    check::check(&lowered).map_err(|fault| TestCaseError::fail(fault.to_string()))?;
+    let passes = |schedule: &Schedule| check::check(schedule).map_err(|fault| TestCaseError::fail(fault.to_string()));
+    passes(&lowered)?;
+    passes(&lowered.clone().with_inferred_lowering())?;
     for (rank, program) in (0..).zip(lowered.programs()) {
         let kept: Vec<Action> =
             program.iter().filter(|action| action.kind.is_compute()).map(|action| action.in_slot(0)).collect();

@@ -194,17 +194,17 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_reduction(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         let most = self.num_reductions(stage);
         if most == 0 {
             return Wrong::alone(self.undeclared("reductions: drop it, or lower for a zero_stage"));
         }
-        if state.reductions >= most {
+        if so_far.reductions >= most {
             let often = if self.per_microbatch() { "behind each weight gradient" } else { "behind the last one" };
             return Wrong::alone(format!("its gradients are reduced already: reduce them once {often}"));
         }
         if self.per_microbatch() {
-            if state.reductions >= state.weight_grads {
+            if so_far.reductions >= so_far.weight_grads {
                 let reason = "there is no weight gradient that it could carry: put it behind the next one";
                 return Err(Wrong { reason: reason.to_owned(), other: self.next_weight_grad(stage) });
             }
@@ -215,9 +215,9 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_sum(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         let groups = self.ties.of_stage(stage);
-        let Some(&group) = groups.get(state.sums as usize).filter(|_| self.trains) else {
+        let Some(&group) = groups.get(so_far.sums as usize).filter(|_| self.trains) else {
             let reason = match groups.len() {
                 _ if !self.trains => self.undeclared("backward"),
                 0 => self.undeclared("tied weights of this stage: drop it, or lower with tied groups of stages"),
@@ -238,16 +238,16 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_step(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         if self.lowering.optimizer == OptimizerStep::Absent || !self.trains {
             return Wrong::alone(self.undeclared("optimizer steps: drop it, or lower with an optimizer"));
         }
-        if state.stepped {
+        if so_far.stepped {
             return Wrong::alone("its optimizer has stepped already: step once");
         }
         self.behind_weight_grads(stage, "step")?;
         self.behind_sums(stage)?;
-        if state.reductions < self.num_reductions(stage) {
+        if so_far.reductions < self.num_reductions(stage) {
             return Wrong::alone("its gradients are not reduced yet: put it behind REDUCE");
         }
         Ok(())
@@ -330,8 +330,9 @@ impl<'a> Pass<'a> {
 
     fn fault(&self, rank: usize, position: usize, wrong: Wrong) -> PlanError {
         let place = Place::at(self.schedule, rank, position);
-        let other = wrong.other.map(|position| Place::at(self.schedule, rank, position));
-        let message = format!("{place}: {}", wrong.reason);
+        let Wrong { reason, other } = wrong;
+        let other = other.map(|position| Place::at(self.schedule, rank, position));
+        let message = format!("{place}: {reason}");
         Fault::new(self.schedule, FaultKind::Sharding, message, std::iter::once(place).chain(other).collect()).into()
     }
 }
