@@ -23,6 +23,7 @@ from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Run = Callable[[Sequence[torch.Tensor | None]], Any]
 BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, Run], Any]
@@ -97,6 +98,14 @@ def zero_all(tensors: Sequence[torch.Tensor]) -> None:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place, as autograd counts it."""
     return int(tensor._version)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``, also in a dispatch mode: there a public call would give the alias a count of writes of its
+    own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def is_only_user(tensor: torch.Tensor) -> bool:
@@ -364,3 +373,15 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(parameters, *args, **kwargs)
 
     return checked
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists, dicts and whatever else is registered with torch, and how they hang together.
+    torch's own tree functions have no public name.
+    """
+    return tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """What :func:`flatten` took apart, in new containers."""
+    return tree_unflatten(leaves, structure)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
+_PIECES_ATTRIBUTE = "_shardcore_pieces"
+
+_random_sources: list[RandomSource] = []
 
 
 class LossScale(Protocol):
@@ -136,6 +139,18 @@ class ShardedRoot(Protocol):
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
+class RandomSource(Protocol):
+    """Random numbers beside torch's default generators, such as those of one rank of a tensor-parallel group. A
+    ``torch.Generator`` is one.
+    """
+
+    def get_state(self) -> Any:
+        """What :meth:`set_state` brings back."""
+
+    def set_state(self, state: Any, /) -> object:
+        """Continue from there."""
+
+
 class PipelinePart(Protocol):
     """What a pipeline's module, which holds one rank's stages, tells the optimizer."""
 
@@ -224,3 +239,20 @@ def find_slot(param: torch.Tensor) -> ParameterSlot | None:
     """The slot of a sharded parameter, or None for any other tensor (also where the sharded model is gone)."""
     reference: weakref.ref[ParameterSlot] | None = param.__dict__.get(_SLOT_ATTRIBUTE)
     return None if reference is None else reference()
+
+
+def find_tensor_axis(module: torch.nn.Module) -> Axis | None:
+    """The axis over which parameters of the module are split; None where none is."""
+    pieces = (param.__dict__.get(_PIECES_ATTRIBUTE) for param in module.parameters())
+    return next((each.axis for each in pieces if each is not None), None)
+
+
+def register_random_source(source: RandomSource) -> None:
+    """What is computed again from now on draws the same numbers from ``source`` as the first time."""
+    if source not in _random_sources:
+        _random_sources.append(source)
+
+
+def random_sources() -> Sequence[RandomSource]:
+    """Those that were registered, in order."""
+    return _random_sources
