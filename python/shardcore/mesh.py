@@ -49,6 +49,12 @@ class Axis:
         return f"{self.ranks[0]}.{self.size}.{crc32(repr(self.ranks).encode()):08x}"
 
 
+def axis_of_group(name: str, group: dist.ProcessGroup) -> Axis:
+    """An axis over the ranks of a process group that exists already, such as another library's. Not collective."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, ranks, ranks.index(dist.get_rank()), group if len(ranks) > 1 else None)
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """An axis cut into blocks of neighbouring ranks, such as those of a node."""

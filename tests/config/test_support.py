@@ -51,7 +51,6 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("tensor_parallel.tp.tp_size", 2),
         ("sequence_parallel_size", 2),
         ("expert_parallel.enabled", True),
-        ("activation_checkpointing.partition_activations", True),
         ("torch_autocast.enabled", True),
         ("tensorboard.enabled", True),
         ("comms_logger.enabled", True),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shardcore.config.batch import BatchSizes, DropInConfigError, solve_batch
 from shardcore.config.explain import explain, to_json
 from shardcore.config.sections import (
+    ActivationConfig,
     BatchConfig,
     BF16Config,
     DataConfig,
@@ -64,6 +65,8 @@ class Config:
     leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    """Recomputation."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

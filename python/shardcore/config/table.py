@@ -240,7 +240,7 @@ _PIPE_OFF = "takes effect with " + _PIPELINE
 _TP_OFF = "takes effect with " + _TENSOR
 _PIPE: dict[str, Entry] = {
     "stages": _later(_PIPELINE, SIZE, 1),
-    "activation_checkpoint_interval": _later("recomputation of activations", COUNT, 0),
+    "activation_checkpoint_interval": Field("activation.interval", COUNT),
     **_each(
         _PIPE_OFF, partition=TEXT, partition_method=TEXT, seed_layers=BOOL, pipe_partitioned=BOOL,
         grad_partitioned=BOOL, use_reentrant=BOOL,
@@ -264,13 +264,15 @@ _EXPERT_PARALLEL: dict[str, Entry] = {
     "expert_tensor_parallel_size": _later(_EXPERTS, SIZE, 1),
     "preset_model": Ignored("takes effect with " + _EXPERTS, TEXT),
 }
-_RECOMPUTE = "recomputation of activations by configuration; call torch.utils.checkpoint in the model"
 _ACTIVATION: dict[str, Entry] = {
-    "partition_activations": _later(_RECOMPUTE),
-    "cpu_checkpointing": _later(_RECOMPUTE),
-    "contiguous_memory_optimization": _later(_RECOMPUTE),
-    **_each("tunes the recomputation of activations", number_checkpoints=SIZE, profile=BOOL),
-    "synchronize_checkpoint_boundary": Ignored("only times the recomputation of activations", BOOL),
+    "policy": Field("activation.policy", choice("none", "full", "selective")),
+    "units": Field("activation.units", TEXTS),
+    "partition_activations": Field("activation.partition", BOOL),
+    "cpu_checkpointing": Field("activation.cpu", BOOL),
+    "contiguous_memory_optimization": Field("activation.contiguous", BOOL),
+    "number_checkpoints": Field("activation.num_checkpoints", SIZE),
+    "synchronize_checkpoint_boundary": Field("activation.synchronize", BOOL),
+    "profile": Field("activation.profile", BOOL),
 }
 
 # -------------------------------------------------------------------------------- logging, checkpoint, tuning

@@ -19,6 +19,7 @@ from shardcore import comm, zero
 from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, hybrid_mesh
+from shardcore.engine.recomputation import recompute
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
@@ -97,6 +98,7 @@ def initialize(
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
+    recompute(loaded, model, mesh)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)
