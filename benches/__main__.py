@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "e2e/train.py",
     "startup": "e2e/startup.py",
     "overhead": "micro/overhead.py",
+    "activation": "micro/activation.py",
     "collectives": "micro/collectives.py",
     "io": "micro/io.py",
     "cpu-adam": "micro/cpu_adam.py",

@@ -21,6 +21,9 @@ _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
 _PIECES_ATTRIBUTE = "_shardcore_pieces"
 
+RELEASED_VERSION = 1 << 31
+"""Parameters whose memory is gone for a while show autograd counts of writes from here on; see ``zero.saved``."""
+
 _random_sources: list[RandomSource] = []
 
 

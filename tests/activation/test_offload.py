@@ -81,7 +81,7 @@ def test_a_store_gives_back_what_it_took() -> None:
 
 def test_host_memory_is_used_again_in_the_next_step() -> None:
     model = sc.activation.wrap(seeded(lambda: Stack(5)), offload="cpu")
-    store = model.blocks[0].forward._settings.keeper._home
+    store = model.blocks[0].forward.settings.keeper.home
     taken = []
     for seed in range(3):
         passes(model, seed=seed)
@@ -127,6 +127,6 @@ def test_a_tensor_passed_to_many_blocks_is_kept_once() -> None:
     memory = torch.randn(6, 7, requires_grad=True) * 1.0
     settings = sc.activation.Settings(offload="cpu")
     total = sum(sc.activation.checkpoint_with(settings, lambda m, k=k: (m * k).sin().sum(), memory) for k in range(4))
-    assert settings.keeper._home.host_nbytes == memory.nbytes
+    assert settings.keeper.home.host_nbytes == memory.nbytes
     expected = sum((memory.detach() * k).cos() * k for k in range(4))
     torch.testing.assert_close(torch.autograd.grad(total, memory)[0], expected)

@@ -42,7 +42,7 @@ def test_each_rank_keeps_its_half() -> None:
         plain = seeded(Stack)
         for seed in range(2):
             assert_bitwise(passes(model, seed=seed), passes(plain, seed=seed))
-        home = model.blocks[0].forward._settings.keeper._home
+        home = model.blocks[0].forward.settings.keeper.home
         if contiguous:
             assert home.nbytes == 3 * 4 * 7 * 4 // 2  # three inputs [4, 7] in fp32, half of each
     sc.comm.reset_traffic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import shardcore as sc
 from activation.blocks import Stack, seeded
-from shardcore.testing import run_spmd, spmd
+from shardcore.testing import PeakTensorBytes, run_spmd, spmd
 from shardcore.testing.twin import assert_bitwise
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -129,3 +130,73 @@ def test_b20_a_block_in_two_places(stage: int) -> None:
         found.append(list(sc.state_dict(model, rank0_only=False).values()))
     assert_bitwise(found[1], found[0])
     assert_bitwise(found[2], found[0])
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_step_between_forward_and_backward_is_an_error(stage: int | None, policy: str) -> None:
+    """Autograd refuses it for what it saved; what is computed again must not use the new weights unseen."""
+    model = sc.activation.wrap(seeded(lambda: Stack(rate=0.0)), policy=policy)
+    if stage is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        sc.shard(model, sc.Mesh(device="cpu"), stage=stage)
+        optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    first, second = (model.blocks[1](torch.ones(2, 7, requires_grad=True)).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"was written to between forward and backward|modified by an inplace"):
+        second.backward()
+
+
+class Wide(nn.Module):
+    """A block whose weights outweigh its input by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 256)
+        self.down = nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@spmd(world=2)
+def test_no_gathered_weight_is_kept_at_stage_3() -> None:
+    """Between forward and backward there are the blocks' inputs, and of the weights what sharding keeps for the start
+    of backward: the last two of ten units.
+    """
+    x = torch.randn(4, 32)
+    model = sc.shard(seeded(lambda: nn.Sequential(*(Wide() for _ in range(10)))), sc.Mesh(device="cpu"), stage=3)
+    sc.activation.wrap(model, units=[Wide])
+    model(x).sum().backward()  # the first backward is watched; buffers are made
+    gc.collect()
+    with PeakTensorBytes() as live:
+        loss = model(x).sum()
+        kept = live.current_nbytes() - live.start_nbytes
+    loss.backward()
+    one_unit, inputs = 4 * (2 * 32 * 256 + 256 + 32), 10 * x.nbytes
+    assert kept < inputs + 2.5 * one_unit, (kept, inputs, one_unit)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's look at its inputs
+@pytest.mark.parametrize("stage", [0, 3])
+@spmd(world=2)
+def test_compiled_blocks(stage: int) -> None:
+    """The graphs run as they are, since generated kernels round otherwise."""
+    mesh = sc.Mesh(device="cpu")
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        model = sc.activation.wrap(seeded(lambda: Stack(3, rate=0.0)))
+        if is_compiled:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        sc.shard(model, mesh, stage=stage)
+        optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+        for step in range(2):
+            model(data(step, 0, mesh.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(list(sc.state_dict(model, rank0_only=False).values()))
+    assert_bitwise(found[1], found[0])

@@ -209,7 +209,7 @@ def test_a_model_that_was_wrapped_before_is_left_alone(caplog: pytest.LogCapture
     with caplog.at_level("INFO", "shardcore"):
         engine_losses({"policy": "full"}, model)
     assert "the section changes nothing" in caplog.text
-    assert model.blocks[0].forward._settings.policy == "selective"
+    assert model.blocks[0].forward.settings.policy == "selective"
 
 
 @pytest.mark.parametrize(

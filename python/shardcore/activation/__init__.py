@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from shardcore.activation.measuring import SavedBytes, measure
 from shardcore.activation.region import is_inside, run
 from shardcore.activation.settings import Settings, check_arguments, partition_axis
@@ -41,7 +43,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, offload: str | None = None, *
     numbers among them. ``fn`` must do the same again when called again; collectives in it are repeated in backward.
 
     Args:
-        fn: a module or function. Parameters that it uses are taken as they are in backward.
+        fn: a module or function. Its parameters must not be updated before backward.
         offload: ``"cpu"``: inputs that take a gradient rest in host memory (pinned where there is CUDA), are copied
             there beside the computation and fetched back ahead of backward. They must not be written to in place.
         *args, **kwargs: of ``fn``.
@@ -51,15 +53,20 @@ def checkpoint(fn: Callable[..., Any], *args: Any, offload: str | None = None, *
 
     Raises:
         ConfigError: an unknown ``offload``, or an argument of torch's checkpoint such as ``use_reentrant``.
-        StateError: in backward, an offloaded input was written to in place while it was copied.
+        StateError: in backward, parameters of the module ``fn`` were written to since, or an offloaded input was
+            written to in place while it was copied.
     """
     check_arguments(kwargs)
-    return run(fn, args, kwargs, _settings(offload))
+    return run(fn, args, kwargs, _settings(offload), module=_module_of(fn))
 
 
 def checkpoint_with(settings: Settings, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As :func:`checkpoint`, with more to set: policy, partition, buffers, timing."""
-    return run(fn, args, kwargs, settings)
+    return run(fn, args, kwargs, settings, module=_module_of(fn))
+
+
+def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    return fn if isinstance(fn, nn.Module) else None
 
 
 @cache

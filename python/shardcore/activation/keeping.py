@@ -95,7 +95,8 @@ class Keeper:
     """
 
     def __init__(self, home: Home | None = None, axis: Axis | None = None) -> None:
-        self._home: Home = home or _Device()
+        self.home: Home = home or _Device()
+        """Where activations rest."""
         self._axis = axis
         self._known: weakref.WeakValueDictionary[_Key, Kept] = weakref.WeakValueDictionary()
         self._num_to_compare = 0 if axis is None else _NUM_COMPARED
@@ -118,7 +119,7 @@ class Keeper:
             value = tensor.detach()
             if self._axis is not None and self._num_to_compare:
                 self._compare(value, self._axis)
-            kept = self._known[key] = Kept(value, self._home, self._axis)
+            kept = self._known[key] = Kept(value, self.home, self._axis)
         return kept
 
     def _compare(self, tensor: torch.Tensor, axis: Axis) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore import _torch_private as private
@@ -20,6 +21,7 @@ from shardcore.activation.keeping import Keeper, Kept
 from shardcore.activation.randomness import RandomState
 from shardcore.activation.settings import Settings
 from shardcore.activation.timing import Timer
+from shardcore.activation.weights import Weights
 
 
 class _Depth(threading.local):
@@ -42,9 +44,16 @@ class Region:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], keeper: Keeper | None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        keeper: Keeper | None,
+        module: nn.Module | None,
     ) -> None:
         self._fn = fn
+        self._weights = None if module is None else Weights(module)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._leaves, self._structure = private.flatten((args, kwargs))
         self._kept: dict[int, Kept] = {}
@@ -52,7 +61,7 @@ class Region:
         self.inputs: list[torch.Tensor] = []
         """Tensors that autograd is to keep; parameters are none, they stay where they are."""
         for i, leaf in enumerate(self._leaves):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
                 self._put_away(i, leaf, keeper)
         self._random: RandomState | None = None
 
@@ -84,6 +93,8 @@ class Region:
         for place, kept in self._kept.items():
             leaves[place] = kept.take()
         args, kwargs = private.unflatten(leaves, self._structure)
+        if self._weights is not None:
+            self._weights.check()
         if self._random is None:
             raise RuntimeError("a region was recomputed before its first run")
         with self._random.restored():
@@ -91,11 +102,18 @@ class Region:
 
 
 def run(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, name: str = ""
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    *,
+    module: nn.Module | None = None,
+    name: str = "",
 ) -> Any:
     """Call ``fn``, to be called again in backward; without gradients it is called as it is.
 
     Args:
+        module: whose parameters ``fn`` uses, as far as it is known.
         name: of the region, for what is logged.
     """
     if not torch.is_grad_enabled():
@@ -104,15 +122,20 @@ def run(
         if settings.policy == "selective":
             return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=selective.compiled_contexts, **kwargs)
         return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    return _run_eagerly(fn, args, kwargs, settings, name)
+    return _run_eagerly(fn, args, kwargs, settings, module, name)
 
 
 @private.not_traced
 def _run_eagerly(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, name: str
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    module: nn.Module | None,
+    name: str,
 ) -> Any:
     # Inside another region an input is kept by that one, as everything it saves is: not at all.
-    region = Region(fn, args, kwargs, None if is_inside() else settings.keeper)
+    region = Region(fn, args, kwargs, keeper=None if is_inside() else settings.keeper, module=module)
     inputs, region.inputs = region.inputs, []  # autograd keeps them from here on
     call: Callable[..., Any] = region
     if settings.synchronize or settings.profile:

@@ -31,7 +31,8 @@ class RecomputedForward:
         self._module = module
         self.instead_of: Callable[..., Any] | None = module.__dict__.get("forward")
         """What stood there before on this module itself; None where the class's method did."""
-        self._settings = settings
+        self.settings = settings
+        """How the module is recomputed."""
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ class RecomputedForward:
         # What an outer region recomputes need not be recomputed once more in it.
         if cleared is None or (not torch.compiler.is_compiling() and is_inside()):
             return forward(*args, **kwargs)
-        return run(forward, *cleared, self._settings, self._name)
+        return run(forward, *cleared, self.settings, module=module, name=self._name)
 
 
 def wrap(
