@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore import _torch_private as private
 from shardcore.activation import selective
+from shardcore.activation.buffers import Buffers
 from shardcore.activation.keeping import Keeper, Kept
 from shardcore.activation.randomness import RandomState
 from shardcore.activation.settings import Settings
@@ -54,6 +56,7 @@ class Region:
     ) -> None:
         self._fn = fn
         self._weights = None if module is None else Weights(module)
+        self._buffers = None if module is None else Buffers(module)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._leaves, self._structure = private.flatten((args, kwargs))
         self._kept: dict[int, Kept] = {}
@@ -80,11 +83,17 @@ class Region:
         _depth.regions += 1
         try:
             if given is not None:
-                self._random = RandomState()
-                return self._fn(*given[0], **given[1])
+                return self._first(*given)
             return self._again(inputs)
         finally:
             _depth.regions -= 1
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._random = RandomState()
+        output = self._fn(*args, **kwargs)
+        if self._buffers is not None:
+            self._buffers.end_first_run()
+        return output
 
     def _again(self, inputs: Sequence[torch.Tensor]) -> Any:
         leaves = list(self._leaves)
@@ -97,7 +106,7 @@ class Region:
             self._weights.check()
         if self._random is None:
             raise RuntimeError("a region was recomputed before its first run")
-        with self._random.restored():
+        with self._random.restored(), nullcontext() if self._buffers is None else self._buffers.restored():
             return self._fn(*args, **kwargs)
 
 
