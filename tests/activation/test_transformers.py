@@ -59,8 +59,11 @@ def train_once(model: Any, **arguments: Any) -> list[torch.Tensor]:
     return [loss.detach(), *(param.grad for param in model.parameters())]
 
 
+all_options = pytest.mark.parametrize("options", [{}, {"policy": "selective"}, {"offload": "cpu"}], ids=str)
+
+
 @all_models
-@pytest.mark.parametrize("options", [{}, {"policy": "selective"}, {"offload": "cpu"}], ids=str)
+@all_options
 def test_the_same_gradients(name: str, options: dict[str, Any]) -> None:
     expected = train_once(build(name), use_cache=False)
     model = sc.activation.wrap(build(name), **options)
@@ -145,3 +148,33 @@ def test_blocks_of_an_encoder_and_decoder() -> None:
         found.append(run(model if options is None else sc.activation.wrap(model, **options)))
     for other in found[1:]:
         assert_bitwise(other, found[0])
+
+
+SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+GROUPED: dict[str, Any] = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("ForCausalLM", {**GROUPED, "num_local_experts": 4, "output_router_logits": True}),
+    "Qwen3": ("ForCausalLM", GROUPED),
+    "Gemma2": ("ForCausalLM", GROUPED),
+    "Bert": ("ForMaskedLM", {**SMALL, "num_attention_heads": 4}),
+    "OPT": (
+        "ForCausalLM",
+        {"vocab_size": 50, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "word_embed_proj_dim": 16},
+    ),
+    "Mamba": ("ForCausalLM", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", OTHERS)
+@all_options
+def test_other_families(family: str, options: dict[str, Any]) -> None:
+    kind, sizes = OTHERS[family]
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**sizes, use_cache=False)
+        return getattr(transformers, family + kind)(config).train()
+
+    assert_bitwise(train_once(sc.activation.wrap(make(), **options)), train_once(make()))

@@ -139,8 +139,9 @@ def _blocks(model: nn.Module, units: Units) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"activation.wrap: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = choose_blocks(model, units)
-    if units == "auto":  # a layer by itself keeps its input anyway
-        chosen = {module for module in chosen if next(module.children(), None) is not None}
+    if units == "auto":  # a layer by itself keeps its input anyway, and a block inside another is a part of it
+        inside = {part for module in chosen for part in module.modules() if part is not module}
+        chosen = {module for module in chosen - inside if next(module.children(), None) is not None}
     found = {name: module for name, module in model.named_modules() if module in chosen}
     if not found:
         raise ConfigError(
