@@ -56,9 +56,14 @@ def test_data_replaced_while_summoned_are_noticed() -> None:
 
 @spmd(world=1)
 def test_groups_are_fixed() -> None:
-    optim = sc.optimizer("adamw", model(2), lr=0.1)
+    sharded = model(2)
+    optim = sc.optimizer("adamw", sharded, lr=0.1)
     with pytest.raises(StateError, match="cannot be added"):
         optim.add_param_group({"params": []})
+    optim.param_groups.append({"params": []})
+    sharded(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StateError, match="cannot be added"):
+        optim.step()
 
 
 def test_missing_names_are_explained() -> None:
