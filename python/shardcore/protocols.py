@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -244,9 +244,9 @@ def find_slot(param: torch.Tensor) -> ParameterSlot | None:
     return None if reference is None else reference()
 
 
-def find_tensor_axis(module: torch.nn.Module) -> Axis | None:
-    """The axis over which parameters of the module are split; None where none is."""
-    pieces = (param.__dict__.get(_PIECES_ATTRIBUTE) for param in module.parameters())
+def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:
+    """The tensor axis over which a model with these parameters is split, or None."""
+    pieces = (param.__dict__.get(_PIECES_ATTRIBUTE) for param in params)
     return next((each.axis for each in pieces if each is not None), None)
 
 

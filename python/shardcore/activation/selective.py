@@ -57,7 +57,7 @@ class _Output:
         self._is_tensor = isinstance(value, torch.Tensor)
         items = [value] if self._is_tensor else list(value)
         self._items = [private.alias(item) if isinstance(item, torch.Tensor) else item for item in items]
-        self._versions = self._now()
+        self._seen = [(tensor, private.version(tensor)) for tensor in self.tensors]
         self.is_overwritten = False
 
     @property
@@ -67,13 +67,17 @@ class _Output:
 
     def again(self) -> Any | None:
         """The same once more; None if it was written to in place since, so that it must be computed again."""
-        if self.is_overwritten or self._now() != self._versions:
+        if self.is_overwritten or any(private.version(tensor) != version for tensor, version in self._seen):
             return None
         items = [private.alias(item) if isinstance(item, torch.Tensor) else item for item in self._items]
         return items[0] if self._is_tensor else tuple(items)
 
-    def _now(self) -> list[int]:
-        return [private.version(tensor) for tensor in self.tensors]
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Look at this one's count of writes, too: it shows the same memory, but torch does not count it as a view (a
+        linear layer without bias reshapes its product in this way).
+        """
+        shown = private.alias(tensor)
+        self._seen.append((shown, private.version(shown)))
 
 
 _Outputs = defaultdict[Any, list[_Output]]
@@ -101,10 +105,20 @@ class _Keeping(private.DispatchMode):
             self._outputs[func].append(output)
             self._by_storage.update((id(tensor.untyped_storage()), output) for tensor in output.tensors)
         elif func.namespace == "c10d":  # collectives write in place, and do not count it
-            for leaf in private.flatten((args, kwargs))[0]:
-                if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in self._by_storage:
-                    self._by_storage[id(leaf.untyped_storage())].is_overwritten = True
+            for output, _ in self._kept_among((args, kwargs)):
+                output.is_overwritten = True
+        else:
+            for output, tensor in self._kept_among(value):
+                output.watch(tensor)
         return value
+
+    def _kept_among(self, tree: Any) -> Iterator[tuple[_Output, torch.Tensor]]:
+        """Kept outputs whose memory a tensor in the tree shows."""
+        for leaf in [tree] if isinstance(tree, torch.Tensor) else private.flatten(tree)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                output = self._by_storage.get(id(leaf.untyped_storage()))
+                if output is not None:
+                    yield output, leaf
 
     def __exit__(self, *exception: Any) -> None:
         self._by_storage.clear()

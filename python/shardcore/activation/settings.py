@@ -88,7 +88,7 @@ def partition_axis(given: bool | Axis | Mesh, model: nn.Module | None = None) ->
         return given["tp"]
     if isinstance(given, Axis):
         return given
-    axis = find_tensor_axis(model) if given is True and model is not None else None
+    axis = find_tensor_axis(model.parameters()) if given is True and model is not None else None
     if axis is None:
         raise ConfigError(
             f"partition={given!r}: say among which ranks, partition=mesh['tp'] of the shardcore.Mesh whose tensor axis "
