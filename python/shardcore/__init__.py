@@ -61,6 +61,7 @@ _ROOMS = (
     "optim",
     "pipeline",
     "plan",
+    "tensor",
     "testing",
     "zero",
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
+_PIECES_ATTRIBUTE = "_shardcore_pieces"
 
 
 class LossScale(Protocol):
@@ -151,6 +152,27 @@ class PipelinePart(Protocol):
         """Whether this rank counts the parameter in the global norm; one rank does for each."""
 
 
+class TensorPieces(Protocol):
+    """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole."""
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+
+    def local(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of ``full_shape``."""
+
+    def assemble(self, local: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor of ``full_shape`` of which every rank gives its part. Collective over the axis."""
+
+    def counted_flat_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the flattened part that no earlier rank of the axis holds."""
+
+
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
 
@@ -209,6 +231,16 @@ def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
     """The module itself if it is one rank's stages of a pipeline, else None."""
     part: Any = module
     return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
+
+
+def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
+    """Note which part of it the parameter is."""
+    setattr(param, _PIECES_ATTRIBUTE, pieces)
+
+
+def find_pieces(param: torch.Tensor) -> Any | None:
+    """The :class:`TensorPieces` of a parameter of a tensor-parallel model, or None."""
+    return param.__dict__.get(_PIECES_ATTRIBUTE)
 
 
 def attach_slot(slot: ParameterSlot) -> None:
