@@ -10,6 +10,7 @@ from shardcore.tensor.functions import (
 )
 from shardcore.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardcore.tensor.loss import cross_entropy
+from shardcore.tensor.parallelize import parallelize, report
 
 __all__ = [
     "ColumnParallelLinear",
@@ -19,7 +20,9 @@ __all__ = [
     "cross_entropy",
     "gather_from_ranks",
     "gather_sequence",
+    "parallelize",
     "reduce_to_sequence",
+    "report",
     "split_to_ranks",
     "sum_over_ranks",
 ]

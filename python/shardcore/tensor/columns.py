@@ -70,12 +70,13 @@ class Columns:
 def _project(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
     whole = x
     x, dim = x.__dict__.get(_SOURCE, (x, None))
+    sums = dim is not None or not layers[0].input_is_gathered
     params = [param for layer in layers for param in (layer.weight, layer.bias)]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, whole = x.to(dtype), whole.to(dtype)
         params = [None if param is None else param.to(dtype) for param in params]
-    job = _Job(layers[0].axis, layers[0].unit, dim, [layer.transposed for layer in layers])
+    job = _Job(layers[0].axis, layers[0].unit, dim, sums, [layer.transposed for layer in layers])
     outputs: tuple[torch.Tensor, ...] = _Project.apply(x, whole.detach() if dim is not None else None, job, *params)
     return outputs
 
@@ -85,6 +86,9 @@ class _Job:
     axis: Axis
     unit: str
     sequence_dim: int | None
+    """The input is a part of the sequence along this dim, and its gradient is split so."""
+    sums: bool
+    """The input gradient is summed over the ranks here, not by what has gathered the input."""
     transposed: list[bool]
 
 
@@ -145,4 +149,6 @@ def _start_input_grad(job: _Job, grads: Sequence[torch.Tensor | None], weights: 
     result, what = total.view(shape), f"input gradient of {job.unit}"
     if job.sequence_dim is not None:
         return comm.reduce_dim(result, job.axis, job.sequence_dim, what)
+    if not job.sums:
+        return comm.Pending(comm.Handle((), None), lambda: result)
     return comm.Pending(comm.sum_tensor(result, job.axis, what), lambda: result)

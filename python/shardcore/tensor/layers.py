@@ -70,6 +70,8 @@ class ColumnParallelLinear(nn.Linear):
     """The weight is [in_features, out_features]."""
     gather_output: bool = False
     sequence_dim: int | None = None
+    input_is_gathered: bool = False
+    """Its input comes from :func:`shardcore.tensor.columns.gather_input`, which sums the gradient."""
     columns: Columns
     lengths: list[int]
     """The number of outputs of each rank."""
@@ -108,12 +110,9 @@ class ColumnParallelLinear(nn.Linear):
         """
         out_dim = _become(linear, cls)
         module: Any = linear
-        num_outputs = module.weight.shape[out_dim]
-        whole = find_pieces(module.weight)
-        if whole is not None:
-            num_outputs = whole.full_shape[out_dim]
         module.unit = unit or cls.unit
         module.gather_output = gather_output
+        num_outputs = _whole_shape(module.weight)[out_dim]
         module._take_part(axis, ranges or _even(num_outputs, axis, f"{module.unit}: out_features"))
         adopted: ColumnParallelLinear = module
         return adopted
@@ -203,7 +202,8 @@ class RowParallelLinear(nn.Linear):
         module: Any = linear
         module.unit = unit or cls.unit
         module.split_input = split_input
-        module._take_part(axis, ranges or _even(module.weight.shape[1 - out_dim], axis, f"{module.unit}: in_features"))
+        num_inputs = _whole_shape(module.weight)[1 - out_dim]
+        module._take_part(axis, ranges or _even(num_inputs, axis, f"{module.unit}: in_features"))
         adopted: RowParallelLinear = module
         return adopted
 
@@ -335,6 +335,11 @@ def _become(linear: nn.Module, cls: type[nn.Module]) -> int:
         module.in_features, module.out_features = module.weight.shape
     linear.__class__ = cls
     return out_dim
+
+
+def _whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    pieces = find_pieces(param)
+    return tuple(param.shape) if pieces is None else pieces.full_shape
 
 
 def is_transposed(linear: nn.Module) -> bool:
