@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -241,6 +241,12 @@ def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
 def find_pieces(param: torch.Tensor) -> Any | None:
     """The :class:`TensorPieces` of a parameter of a tensor-parallel model, or None."""
     return param.__dict__.get(_PIECES_ATTRIBUTE)
+
+
+def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:
+    """The tensor axis over which a model with these parameters is split, or None."""
+    pieces = next((each for each in map(find_pieces, params) if each is not None), None)
+    return None if pieces is None else pieces.axis
 
 
 def attach_slot(slot: ParameterSlot) -> None:

@@ -21,6 +21,7 @@ from shardcore.tensor.columns import Columns, gather_input
 from shardcore.tensor.functions import gather_from_ranks, reduce_to_sequence, split_to_ranks, sum_over_ranks
 from shardcore.tensor.gradients import sum_gradient
 from shardcore.tensor.pieces import Pieces, Range, even_ranges
+from shardcore.tensor.saving import speak_of_whole_parameters
 
 Ranges = Sequence[Sequence[Range]]
 
@@ -125,6 +126,7 @@ class ColumnParallelLinear(nn.Linear):
         if self.bias is not None:
             cut(self.bias, axis, 0, ranges)
         self.out_features = self.lengths[axis.rank]
+        speak_of_whole_parameters(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs; the whole where ``gather_output``. Collective over the axis, forward or backward."""
@@ -214,6 +216,7 @@ class RowParallelLinear(nn.Linear):
         if self.bias is not None:
             attach_pieces(self.bias, Pieces.whole(axis, self.bias.shape))
         self.in_features = self.lengths[axis.rank]
+        speak_of_whole_parameters(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks. Collective over the axis.
@@ -294,6 +297,7 @@ class VocabParallelEmbedding(nn.Embedding):
         cut(self.weight, axis, 0, ranges)
         self.start, stop = ranges[axis.rank][0]
         self.num_embeddings = stop - self.start
+        speak_of_whole_parameters(self)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``[*ids.shape, embedding_dim]``. Collective over the axis.

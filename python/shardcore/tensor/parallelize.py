@@ -21,6 +21,7 @@ from shardcore.tensor.pieces import Pieces
 from shardcore.tensor.plan import Layer, TensorPlan, make_plan, replicated_in_sequence
 from shardcore.tensor.randomness import generator_of
 from shardcore.tensor.regions import Projection, Region
+from shardcore.tensor.saving import speak_of_whole_parameters
 from shardcore.tensor.transformers_model import LocalConfig, split_loss
 
 if TYPE_CHECKING:
@@ -167,6 +168,18 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
         head = _split_layer(layer, axis)
         if layer is made.loss_head and isinstance(head, ColumnParallelLinear):
             split_loss(made.model, head)
+    if made.sequence:
+        _sum_sequence_gradients(made, axis)
+        split_sequence_between(made.model, made.sequence, axis)
+    for param in made.model.parameters():
+        if find_pieces(param) is None:
+            attach_pieces(param, Pieces.whole(axis, param.shape))
+    for module in made.model.modules():
+        speak_of_whole_parameters(module)  # those that share a split layer's parameter, too
+
+
+def _sum_sequence_gradients(made: TensorPlan, axis: Axis) -> None:
+    """Whole parameters that see a part of the sequence only: norms, and biases that follow a sum."""
     done = {id(param) for region in made.regions for _, module in region.inner for param in module.parameters()}
     for name, module in replicated_in_sequence(made):
         for own, param in module.named_parameters(recurse=False):
@@ -174,11 +187,6 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
             if id(param) not in done and not is_weight:
                 sum_gradient(param, axis, f"{name}.{own}")
                 done.add(id(param))
-    if made.sequence:
-        split_sequence_between(made.model, made.sequence, axis)
-    for param in made.model.parameters():
-        if find_pieces(param) is None:
-            attach_pieces(param, Pieces.whole(axis, param.shape))
 
 
 def _split_region(region: Region, axis: Axis, *, in_sequence: bool) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 
@@ -89,22 +91,23 @@ class Pieces:
             offset += stop - start
         return counted
 
-    def counted_flat_ranges(self) -> list[Range]:
-        """As :meth:`counted_ranges`, as ranges of the flattened part."""
-        counted = self.counted_ranges()
-        length = self.lengths()[self.axis.rank]
-        numel = length
-        for dim, extent in enumerate(self.full_shape):
-            numel *= 1 if dim == self.dim else extent
+    @cached_property
+    def _counted_flat_ranges(self) -> list[Range]:
+        counted, length = self.counted_ranges(), self.lengths()[self.axis.rank]
+        shape = [length if dim == self.dim else extent for dim, extent in enumerate(self.full_shape)]
         if sum(stop - start for start, stop in counted) == length:
-            return [(0, numel)]
+            return [(0, prod(shape))]
         if self.dim and counted:
             raise ConfigError(
                 f"a parameter of shape {self.full_shape} shares a part of its dim {self.dim} between ranks, which "
                 "only dim 0 can; split another dim, or replicate the parameter"
             )
-        row = numel // length if length else 0
+        row = prod(shape[1:])
         return [(start * row, stop * row) for start, stop in counted]
+
+    def counted_flat_ranges(self) -> list[Range]:
+        """As :meth:`counted_ranges`, as ranges of the flattened part."""
+        return self._counted_flat_ranges
 
     def shared_ranges(self) -> list[Range]:
         """The ranges of this rank's part along ``dim`` that other ranks hold, too."""

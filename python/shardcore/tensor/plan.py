@@ -206,7 +206,8 @@ def _by_patterns(model: nn.Module, num_ranks: int, plan: Mapping[str, str]) -> T
                 )
             continue
         if region.problem:
-            raise ConfigError(f"{region.kind} {region.name!r} cannot be split over {num_ranks} ranks: {region.problem}")
+            where = f"{region.kind} {region.name or type(region.module).__name__}"
+            raise ConfigError(f"{where} cannot be split over {num_ranks} ranks: {region.problem}")
         region.inner = _inside_heads(region)
         made.regions.append(region)
         taken.update(each.name for each in region.projections)
@@ -250,7 +251,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             )
         matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
         if not matched:
-            near = difflib.get_close_matches(pattern, {layer_pattern(name) for name in names}, 1)
+            known = {layer_pattern(name) for name in names} | {name.rpartition(".")[2] for name in names}
+            near = difflib.get_close_matches(pattern, sorted(known), 1)
             raise ConfigError(
                 f"parallelize(plan=...): no module of {type(model).__name__} matches {pattern!r}"
                 + (f"; did you mean {near[0]!r}?" if near else "; patterns are those of model.named_modules()")
@@ -352,7 +354,7 @@ def _blocks_around(made: TensorPlan) -> list[tuple[str, nn.Module]]:
 def _check_sequence(made: TensorPlan) -> None:
     """Blocks must consist of regions and of modules that work on each position by itself."""
     for name, block in made.sequence:
-        inside = [region for region in made.regions if region.name.startswith(f"{name}.")]
+        inside = [region for region in made.regions if f"{region.name}.".startswith(f"{name}.")]
         known = {id(each.module) for region in inside for each in region.projections}
         known |= {id(module) for region in inside for _, module in region.inner}
         if not inside or any(region.module is block for region in inside):
