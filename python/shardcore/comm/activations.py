@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardcore.comm.collectives import DONE, Handle, all_reduce, gather_shards, reduce_shards
+from shardcore.comm.collectives import DONE, Handle, all_reduce, gather_shards, reduce_shards, sum_of_two
 from shardcore.comm.steps import Steps
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis
@@ -39,6 +39,9 @@ def sum_tensor(tensor: torch.Tensor, axis: Axis, unit: str) -> Handle:
     """Sum a contiguous tensor over the axis, in place."""
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
+    pair = sum_of_two(tensor, axis, unit)
+    if pair is not None:
+        return pair
     if tensor.is_cuda or tensor.numel() % axis.size:
         return all_reduce(tensor, axis, unit)
     flat = tensor.view(-1)

@@ -25,6 +25,7 @@ from shardcore.config.sections import (
     NetworkConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.config.table import SECTION_KEYS, TABLE, lookup
@@ -59,6 +60,7 @@ __all__ = [
     "Removed",
     "SchedulerConfig",
     "Source",
+    "TensorConfig",
     "Unsupported",
     "ZeroConfig",
     "drop_in_errors",

@@ -20,6 +20,7 @@ from shardcore.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.errors import ConfigError
@@ -64,6 +65,8 @@ class Config:
     leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The split of layers over ranks."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
