@@ -20,6 +20,7 @@ _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
 _PIECES_ATTRIBUTE = "_shardcore_pieces"
+_SEQUENCE_ATTRIBUTE = "_shardcore_splits_sequence"
 
 
 class LossScale(Protocol):
@@ -241,6 +242,16 @@ def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
 def find_pieces(param: torch.Tensor) -> Any | None:
     """The :class:`TensorPieces` of a parameter of a tensor-parallel model, or None."""
     return param.__dict__.get(_PIECES_ATTRIBUTE)
+
+
+def mark_sequence_split(model: torch.nn.Module) -> None:
+    """Note that activations between the model's blocks are split along the sequence."""
+    object.__setattr__(model, _SEQUENCE_ATTRIBUTE, True)
+
+
+def splits_sequence(model: Any) -> bool:
+    """Whether activations between the model's blocks are split along the sequence."""
+    return bool(getattr(model, "__dict__", {}).get(_SEQUENCE_ATTRIBUTE))
 
 
 def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:

@@ -12,7 +12,7 @@ from torch import nn
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh
-from shardcore.protocols import attach_pieces, find_pieces, find_root
+from shardcore.protocols import attach_pieces, find_pieces, find_root, mark_sequence_split
 from shardcore.tensor.blocks import SEQUENCE_DIM, gather_sequence_for, split_sequence_between, use_own_randomness
 from shardcore.tensor.columns import Columns
 from shardcore.tensor.gradients import sum_gradient
@@ -169,6 +169,7 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
         if layer is made.loss_head and isinstance(head, ColumnParallelLinear):
             split_loss(made.model, head)
     if made.sequence:
+        mark_sequence_split(made.model)
         _sum_sequence_gradients(made, axis)
         split_sequence_between(made.model, made.sequence, axis)
     for param in made.model.parameters():
