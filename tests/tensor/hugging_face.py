@@ -24,6 +24,9 @@ _COMMON = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "head_dim": 4}
 
+_OPENAI = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 32}
+"""Names of the oldest configurations."""
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _GROUPED),
     "llama-tied": ("LlamaForCausalLM", {**_GROUPED, "tie_word_embeddings": True, "attention_bias": True}),
@@ -35,10 +38,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {k: v for k, v in _GROUPED.items() if k != "head_dim"}),
     "gpt-neox": ("GPTNeoXForCausalLM", _COMMON),
     "mixtral": ("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 32},
-    ),
+    "gpt2": ("GPT2LMHeadModel", _OPENAI),
+    "gptj": ("GPTJForCausalLM", {**_OPENAI, "rotary_dim": 4}),
+    "codegen": ("CodeGenForCausalLM", {**_OPENAI, "n_head": 4, "n_ctx": 32, "rotary_dim": 4}),
+    "apertus": ("ApertusForCausalLM", {k: v for k, v in _GROUPED.items() if k != "head_dim"}),
     "opt": ("OPTForCausalLM", {**_COMMON, "ffn_dim": 34, "word_embed_proj_dim": 24}),
     "bert": ("BertForMaskedLM", _COMMON),
     "roberta": ("RobertaForMaskedLM", {**_COMMON, "max_position_embeddings": 40}),
@@ -53,6 +56,8 @@ _NO_DROPOUT = {
     "bert": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
     "roberta": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
     "opt": {"dropout": 0.0},
+    "gptj": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "codegen": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 
 

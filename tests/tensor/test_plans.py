@@ -122,6 +122,27 @@ def test_a_block_that_is_not_the_sum_of_its_parts_stays_whole() -> None:
     assert_twins(split, whole)
 
 
+class Learned(Gated):
+    """Its hidden features are scaled by a parameter of its own, whose gradient no rank would see all of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., dim] to the same."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * self.scale)
+
+
+@spmd(world=2)
+def test_a_block_with_parameters_of_its_own_stays_whole() -> None:
+    model = nn.Sequential(Learned(), Gated())
+    sc.tensor.parallelize(model, sc.Mesh(tp=2))
+    assert type(model[0].up_proj) is nn.Linear
+    assert "its own parameter 'scale' may be for all of its inside" in sc.tensor.report(model)
+    assert type(model[1].up_proj) is not nn.Linear
+
+
 @spmd(world=2)
 def test_patterns_by_name() -> None:
     """Blocks whose attention has no module of its own, by hand."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.mesh import Axis
 from shardcore.tensor.functions import gather_sequence
@@ -48,6 +49,7 @@ class Columns:
         self._layers = list(layers)
         self._computed: _Computed | None = None
 
+    @private.not_traced
     def output(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         """``[..., out_features of this rank]`` of one layer. Backward is collective over its axis."""
         found = self._computed

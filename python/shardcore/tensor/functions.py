@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.mesh import Axis
 
@@ -62,6 +63,7 @@ def reduce_to_sequence(x: torch.Tensor, axis: Axis, dim: int = 1, unit: str = "a
     return _apply(_ReduceSequence, x, axis, dim, unit)
 
 
+@private.not_traced
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
     return x if axis.size == 1 else function.apply(x, axis, *args)
 

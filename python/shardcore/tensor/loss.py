@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis, Mesh
@@ -18,6 +19,7 @@ from shardcore.tensor.layers import as_axis
 from shardcore.tensor.pieces import even_ranges
 
 
+@private.not_traced
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

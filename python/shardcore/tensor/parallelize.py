@@ -16,6 +16,7 @@ from shardcore.protocols import attach_pieces, find_pieces, find_root, mark_sequ
 from shardcore.tensor.blocks import SEQUENCE_DIM, gather_sequence_for, split_sequence_between, use_own_randomness
 from shardcore.tensor.columns import Columns
 from shardcore.tensor.gradients import sum_gradient
+from shardcore.tensor.guards import guard
 from shardcore.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardcore.tensor.pieces import Pieces
 from shardcore.tensor.plan import Layer, TensorPlan, make_plan, replicated_in_sequence
@@ -62,7 +63,7 @@ def parallelize(
     Raises:
         ConfigError: what cannot be done, with the module and the reason; on every rank, and nothing was changed.
         StateError: the model is sharded or split already.
-        RankMismatchError: ranks gave different models or plans.
+        RankMismatchError: ranks gave different models or plans; or, at the model's first call, different data.
     """
     axis = _axis(mesh)
     made = _agreed_plan(model, axis, plan, sequence=sequence)
@@ -175,6 +176,7 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
     for param in made.model.parameters():
         if find_pieces(param) is None:
             attach_pieces(param, Pieces.whole(axis, param.shape))
+    guard(made.model, axis)
     for module in made.model.modules():
         speak_of_whole_parameters(module)  # those that share a split layer's parameter, too
 

@@ -34,6 +34,7 @@ _PERCEPTRONS = (
     (("w1", "w3"), "w2"),
     (("wi_0", "wi_1"), "wo"),
     (("wi",), "wo"),
+    (("fc_in",), "fc_out"),
     (("lin1",), "lin2"),
     (("linear1",), "linear2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
@@ -118,6 +119,9 @@ def find_regions(model: nn.Module, num_ranks: int) -> Iterator[Region]:
                     for path, child in region.module.named_modules()
                     if path and id(child) not in known and next(child.parameters(recurse=False), None) is not None
                 ]
+                own = next(iter(dict(region.module.named_parameters(recurse=False))), None)
+                if own is not None and not known & {id(region.module)}:
+                    region.problem = region.problem or f"its own parameter {own!r} may be for all of its inside"
                 yield region
 
 

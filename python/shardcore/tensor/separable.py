@@ -31,7 +31,7 @@ def why_inseparable(region: Region) -> str:
     module.eval()
     try:
         with torch.no_grad():
-            whole = module(x)
+            whole = _first(module(x))
             parts = [_part(region, rank, x) for rank in range(len(last.ranges))]
     except Exception as error:  # noqa: BLE001  # whatever it raises, it could not be tried
         return f"it could not be tried with one tensor ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
@@ -59,7 +59,12 @@ def _part(region: Region, rank: int, x: torch.Tensor) -> Any:
             whole = bias if rank == 0 else torch.zeros_like(bias)
             values[f"{names[layer.module]}.bias"] = whole if is_last else _take(bias, 0, layer.ranges[rank])
     with attributes_set(region.module, region.attributes[rank]):
-        return torch.func.functional_call(region.module, values, (x,))
+        return _first(torch.func.functional_call(region.module, values, (x,)))
+
+
+def _first(output: Any) -> Any:
+    """What a block returns; attention may return its weights, too."""
+    return output[0] if isinstance(output, tuple) and output else output
 
 
 def _take(tensor: torch.Tensor, dim: int, ranges: list[Range]) -> torch.Tensor:

@@ -25,16 +25,22 @@ _PARTIAL = "replicated_with_grad_allreduce"
 _KNOWN_CLASSES = (
     "BertIntermediate",
     "BertSelfAttention",
+    "ElectraIntermediate",
+    "ElectraSelfAttention",
     "GPT2Attention",
     "GPT2MLP",
     "OPTAttention",
     "OPTDecoderLayer",
     "RobertaIntermediate",
     "RobertaSelfAttention",
+    "XLMRobertaIntermediate",
+    "XLMRobertaSelfAttention",
 )
 """Classes of transformers without a plan of their own whose forward takes its number of heads or hidden features from
 its tensors, or from attributes that are changed with the weights.
 """
+_KNOWN_ORDERS = ("GPT2", "GPTNeoX", "Phi3")
+"""Beginnings of classes in whose fused weight the order of query, key and value is known."""
 
 
 def is_from_transformers(module: nn.Module) -> bool:
@@ -70,11 +76,14 @@ def why_not_vouched(region: Region, plan: dict[str, str]) -> str:
     leaving = None if region.leaving is None else style_of(region.leaving.name, plan)
     if not is_known and (not all(style in _COLUMNS for style in entering) or leaving not in _ROWS):
         return "the model's own plan does not split it"
+    kind = type(region.module).__name__
+    if region.kind == "attention" and len(entering) == 1 and not kind.startswith(_KNOWN_ORDERS):
+        return f"the order of heads in the fused weight of {kind} is not known"
+    if is_known and region.kind == "perceptron":
+        region.inner = []  # its module may be a whole block; what is there besides does not work on hidden features
     for name, _ in region.inner:
-        if region.kind == "attention" and style_of(name, plan) != _PARTIAL:
-            return f"{name} inside of it is not known to work on a part of the heads"
-    # A perceptron's module may be a whole block; what is there besides does not work on hidden features.
-    region.inner = [(name, module) for name, module in region.inner if style_of(name, plan) == _PARTIAL]
+        if style_of(name, plan) != _PARTIAL:
+            return f"{name} inside of it is not known to work on a part"
     return ""
 
 
