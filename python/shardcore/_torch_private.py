@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -156,6 +156,32 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """As :func:`version`, for many, which may be guarded parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor._version for tensor in tensors]
+
+
+def running_call() -> FrameType | None:
+    """The call of a module that runs the hook which asks; None where no such frame is found (compiled code).
+
+    ``Module.__call__`` passes over its hooks where a forward is left by a ``KeyboardInterrupt``. Whoever keeps the
+    frame can tell later by :func:`is_running` whether the call has ended.
+    """
+    return next((frame for frame in _stack() if frame.f_code.co_filename == torch.nn.modules.module.__file__), None)
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether a call that :func:`running_call` gave has not ended; asked in its thread."""
+    return any(frame is call for frame in _stack())
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running_ddp() -> torch.nn.Module | None:
+    """The ``DistributedDataParallel`` whose forward runs in this process."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:

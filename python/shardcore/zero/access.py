@@ -102,7 +102,7 @@ def install_state_dict_hooks(root: Root) -> None:
             )
         root.rest()
         for group in root.groups:
-            group.exporting = True
+            group.begin_export()
 
     def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for group in root.groups:
