@@ -33,9 +33,11 @@ def test_clipping_by_a_parts_norm_is_refused() -> None:
 @spmd(world=2)
 def test_copies_are_refused() -> None:
     model = sc.tensor.parallelize(make(), sc.Mesh(tp=2))
-    with pytest.raises(StateError, match="cannot be copied or pickled"):
+    with pytest.raises(StateError, match="a tensor-parallel model cannot be copied or pickled"):
         copy.deepcopy(model)
-    with pytest.raises(StateError, match="cannot be copied or pickled"):
+    with pytest.raises(StateError, match="a layer that is split over it, cannot be copied or pickled"):
+        copy.deepcopy(model.blocks[0])
+    with pytest.raises(StateError, match="a tensor-parallel model cannot be copied or pickled"):
         torch.save(model, io.BytesIO())
 
 
