@@ -62,6 +62,7 @@ _ROOMS = (
     "optim",
     "pipeline",
     "plan",
+    "tensor",
     "testing",
     "zero",
 )

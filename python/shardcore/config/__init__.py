@@ -26,6 +26,7 @@ from shardcore.config.sections import (
     NetworkConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.config.table import SECTION_KEYS, TABLE, lookup
@@ -61,6 +62,7 @@ __all__ = [
     "Removed",
     "SchedulerConfig",
     "Source",
+    "TensorConfig",
     "Unsupported",
     "ZeroConfig",
     "drop_in_errors",

@@ -21,6 +21,7 @@ from shardcore.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.errors import ConfigError
@@ -67,6 +68,8 @@ class Config:
     """Shards and copies over the ranks, and how they travel."""
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     """Recomputation."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The split of layers over ranks."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

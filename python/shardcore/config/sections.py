@@ -209,6 +209,23 @@ class ActivationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorConfig:
+    """Over how many ranks each layer is split; the file has three keys for it."""
+
+    tp_size: int = 1
+    """``tensor_parallel.tp_size``; 0 is 1, here and below."""
+    autotp_size: int = 0
+    """``tensor_parallel.autotp_size``."""
+    nested_tp_size: int = 1
+    """``tensor_parallel.tp.tp_size``."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the tensor axis."""
+        return max(1, self.tp_size, self.autotp_size, self.nested_tp_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """The loader that the engine builds from ``training_data``."""
 
@@ -243,6 +260,7 @@ SECTIONS: dict[str, type] = {
     "leaves": LeafConfig,
     "network": NetworkConfig,
     "activation": ActivationConfig,
+    "tensor": TensorConfig,
     "data": DataConfig,
     "logging": LoggingConfig,
 }

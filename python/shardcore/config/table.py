@@ -42,7 +42,6 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 
 # ------------------------------------------------------------------------------------------------ top level
 _PIPELINE = "pipeline stages"
-_TENSOR = "tensor parallelism"
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
@@ -237,7 +236,6 @@ _AIO: dict[str, Entry] = {
 
 # ---------------------------------------------------------------------------- parallelism and recomputation
 _PIPE_OFF = "takes effect with " + _PIPELINE
-_TP_OFF = "takes effect with " + _TENSOR
 _PIPE: dict[str, Entry] = {
     "stages": _later(_PIPELINE, SIZE, 1),
     "activation_checkpoint_interval": Field("activation.interval", COUNT),
@@ -247,16 +245,20 @@ _PIPE: dict[str, Entry] = {
     ),
 }  # fmt: skip
 _TENSOR_PARALLEL: dict[str, Entry] = {
-    "autotp_size": _later(_TENSOR, COUNT, 0, 1),
-    "tp_size": _later(_TENSOR, COUNT, 0, 1),
-    **_each(
-        _TP_OFF, dtype=TEXT, tp_overlap_comm=BOOL, keep_module_on_host=BOOL, kernel_inject=BOOL,
-        injection_policy_tuple=ANYTHING, preset_model=TEXT, partition_config=MAPPING,
-    ),
-}  # fmt: skip
+    "autotp_size": Field("tensor.autotp_size", COUNT),
+    "tp_size": Field("tensor.tp_size", COUNT),
+    "dtype": Ignored("the precision is that of the fp16 and bf16 sections", TEXT),
+    "tp_overlap_comm": Ignored("sums of input gradients always travel under the weight gradients", BOOL),
+    "kernel_inject": Ignored("for inference only", BOOL),
+    "keep_module_on_host": Ignored("each rank keeps its part of the weights where the model has them", BOOL),
+    "preset_model": Ignored("how a model is split is read from the model", TEXT),
+    "injection_policy_tuple": Ignored("how a model is split is read from the model", ANYTHING),
+    "partition_config": _later("patterns in the file; give them to shardcore.tensor.parallelize", MAPPING, {}),
+}
 _TENSOR_TP: dict[str, Entry] = {
-    "tp_size": _later(_TENSOR, COUNT, 0, 1),
-    **_each(_TP_OFF, tp_grain_size=SIZE, mpu=ANYTHING, tp_group=ANYTHING),
+    "tp_size": Field("tensor.nested_tp_size", COUNT),
+    "tp_grain_size": Ignored("parts may have any size", SIZE),
+    **_each("the mesh is given to initialize(mesh_param=...)", mpu=ANYTHING, tp_group=ANYTHING),
 }
 _EXPERT_PARALLEL: dict[str, Entry] = {
     "enabled": _later(_EXPERTS),

@@ -97,7 +97,7 @@ def shard(
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
     mesh = as_mesh(mesh, module)
-    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
+    check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()
