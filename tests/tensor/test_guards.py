@@ -88,6 +88,21 @@ def test_frozen_weights_take_no_gradient() -> None:
             torch.testing.assert_close(found[name].grad, expected, rtol=1e-10, atol=1e-9)
 
 
+@spmd(world=2)
+def test_weights_that_are_freed_later_sum_their_gradients() -> None:
+    """Norms in a split sequence: frozen when the model was split, trained afterwards."""
+    whole, split = make(), make()
+    for model in (whole, split):
+        model.blocks[0].norm1.requires_grad_(False)
+    sc.tensor.parallelize(split, sc.Mesh(tp=2), sequence=True)
+    assert not split.blocks[0].norm1.weight.requires_grad
+    for model in (whole, split):
+        model.blocks[0].norm1.requires_grad_(True)
+        model(batch()["input_ids"]).pow(2).sum().backward()
+    expected = whole.blocks[0].norm1.weight.grad
+    torch.testing.assert_close(split.blocks[0].norm1.weight.grad, expected, rtol=1e-10, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's look at its inputs
 @spmd(world=2, timeout=110)
 def test_compiled_blocks() -> None:

@@ -17,7 +17,7 @@ def sum_gradient(param: torch.Tensor, axis: Axis, unit: str, dim: int = 0, range
     Args:
         ranges: what of it other ranks hold, along ``dim``; all of it where empty.
     """
-    if axis.size == 1 or not param.requires_grad:
+    if axis.size == 1 or not param.is_floating_point():
         return
 
     def on_gradient(grad: torch.Tensor) -> torch.Tensor:
@@ -30,4 +30,7 @@ def sum_gradient(param: torch.Tensor, axis: Axis, unit: str, dim: int = 0, range
                 part.copy_(summed.view(part.shape))
         return total
 
+    was_trainable = param.requires_grad
+    param.requires_grad_(True)  # torch takes hooks of such tensors only; it may become one later
     param.register_hook(on_gradient)
+    param.requires_grad_(was_trainable)

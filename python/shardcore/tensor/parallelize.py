@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ def parallelize(
         sequence: split activations between all blocks along the sequence.
 
     Returns:
-        The same module. :func:`report` tells what was done; rank 0 logs it.
+        The same module. Rank 0 tells what was done: to the log "shardcore", or to stderr where the program has not set
+        up logging. :func:`report` has the text.
 
     Raises:
         ConfigError: what cannot be done, with the module and the reason; on every rank, and nothing was changed.
@@ -71,9 +73,16 @@ def parallelize(
     if axis.size > 1:
         _start_alike(model, axis)
         _apply(made, axis)
-    if axis.mesh is not None and axis.mesh.rank == 0:
-        _log.info("%s", made.report())
+    if axis.rank == 0 and (axis.mesh is None or axis.mesh.rank == 0):
+        _tell(made.report())
     return model
+
+
+def _tell(text: str) -> None:
+    if _log.hasHandlers():
+        _log.info("%s", text)
+    else:
+        sys.stderr.write(f"{text}\n")
 
 
 def report(model: nn.Module) -> str:

@@ -166,4 +166,6 @@ class LocalConfig:
         self._whole = config
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_whole"], name)
+        if name not in ("_whole", "__deepcopy__", "__setstate__"):  # while it is being copied, it has nothing yet
+            return getattr(self._whole, name)
+        raise AttributeError(name)
