@@ -337,7 +337,10 @@ def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
         f"{where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or "
         f"was killed (its own output says why; a kill without a message often means memory ran out). Details: {error}"
     )
-    raise lost from error
+    try:
+        raise lost from error
+    finally:
+        del lost  # as in `raise_difference`
 
 
 def published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, str]]:
@@ -361,7 +364,10 @@ def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, st
         "branches that depend on the rank or on its data"
     )
     report_failure(error)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # the frame and the error would keep one another, and by the frames below the graph of the backward
 
 
 def first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:

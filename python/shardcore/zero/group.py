@@ -108,16 +108,16 @@ class ShardGroup(Edits, JoinsGathers):
             self.reshard()  # before the gradients' buffer, which is as large until it is released
         self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
 
-    def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
+    def join(self, root: Any, program: comm.Program, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
 
         Args:
-            program: the model's order of collectives, where units are gathered on demand.
+            program: the model's order of collectives; gathers are in it where they are on demand.
             on_demand: asked when a released parameter is used; gathers it and returns True where that is legal.
         """
         self.root = root
-        self._program = program
-        if program is not None:
+        if self.releases:
+            self._program = program
             guest = self if self._gathering.is_plain else None
             program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand

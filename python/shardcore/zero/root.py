@@ -112,7 +112,8 @@ class Root(Surroundings):
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
-        self.window = Window(groups, plan.reduce_order, data_axis, policy)
+        self._program = comm.Program()
+        self.window = Window(groups, plan.reduce_order, data_axis, policy, self._program)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
@@ -128,7 +129,6 @@ class Root(Surroundings):
         """A loss is divided by this, once, where its backward starts."""
         self.num_micro_batches = 0
         """Micro-batches in the window, where an engine counts them."""
-        self._program = comm.Program()
         self._join_groups()
 
     def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
@@ -176,7 +176,7 @@ class Root(Surroundings):
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
             if not self.window.num_backwards and not private.in_backward():
-                self._program.end()
+                self._program.begin_forward()
             if self.prefetcher is not None and not private.in_backward():
                 self.prefetcher.begin(self._kind_of_forward())
             self._unwatch()
@@ -258,9 +258,8 @@ class Root(Surroundings):
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
             self._correction = self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
-        present = self.window.finish()
-        self._program.end()
-        return present
+            self._program.end_step()
+        return self.window.finish()
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
@@ -345,7 +344,7 @@ class Root(Surroundings):
     def _join_groups(self) -> None:
         """Make the groups part of this model, and let ranks on other branches gather and reduce with this one."""
         for group in self.groups:
-            group.join(self, self._program if self.policy.shards_params else None, self._gather_on_demand)
+            group.join(self, self._program, self._gather_on_demand)
         for group in (self.groups[i] for i in self.plan.reduce_order):
             if self.policy.shards_params and group.grads is not None and group.grads.can_be_joined:
                 self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
