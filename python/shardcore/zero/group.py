@@ -16,6 +16,7 @@ import torch
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
+from shardcore.zero.aliases import reclaim, release
 from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
@@ -57,6 +58,8 @@ class ShardGroup(Edits, JoinsGathers):
     _is_guarded = False
     _handle: comm.Handle | None = None
     _release_is_due = False
+    _was_shown = False
+    """A context has shown the whole parameters since they were gathered."""
 
     def __init__(
         self,
@@ -155,7 +158,7 @@ class ShardGroup(Edits, JoinsGathers):
             self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
         if self._frees:
-            self.full.untyped_storage().resize_(self.nbytes)
+            reclaim(self.full, self.nbytes)
             name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
 
@@ -195,7 +198,8 @@ class ShardGroup(Edits, JoinsGathers):
             self.versions.hide()
         self.guard()
         if self._frees:
-            self.full.untyped_storage().resize_(0)
+            release(self.full, self.slots, self.name, was_shown=self._was_shown)
+            self._was_shown = False
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
@@ -203,6 +207,7 @@ class ShardGroup(Edits, JoinsGathers):
             self._release_is_due = self.state is ParamState.SHARDED
         self.unshard(purpose="summon")
         self.pins += 1
+        self._was_shown = True
 
     def unpin(self) -> None:
         """A context that shows the whole parameters ends."""
