@@ -87,6 +87,10 @@ class Program:
         if self._num_partings != watch.board().num_partings:  # since then ranks may know different orders
             self._num_partings = watch.board().num_partings
             self._known, self._current, self._skipped = [], [], 0
+        if not self._current and _is_step(label) and not any(map(_is_step, self._known[:1])):
+            self._known.insert(0, label)  # the first agreement of all: the next step begins with it
+            self._current.append(label)
+            return False
         position = self._skipped + len(self._current)
         self._current.append(label)
         known = position < len(self._known) and self._known[position] == label

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -95,6 +96,8 @@ def board() -> _Board:
     store = private.default_store() if dist.is_initialized() else None
     if _board is None or _board.store is not store:
         _board = _Board(store, dist.get_rank() if store is not None else 0)
+        if store is not None:
+            store.set(f"shardcore/process/{_board.rank}", json.dumps([_process_space(), os.getpid()]))
         sys.excepthook = _report_uncaught
         atexit.unregister(_report_end)
         atexit.register(_report_end)
@@ -320,6 +323,39 @@ def raise_failure(b: _Board, entry: Entry) -> None:
                 f"rank {rank} has ended its program without {where(entry)}, in which rank {b.rank} waits: every rank "
                 "must take the same steps (its own output may say why it ended)"
             )
+
+
+def raise_gone(b: _Board, entry: Entry) -> None:
+    """Raise :class:`RankFailedError` if the process of another rank of the axis, on this machine, is gone. Who waits in
+    a collective learns it by the connection; who waits for an answer in the store does not.
+    """
+    for rank in entry.axis.ranks:
+        key = f"shardcore/process/{rank}"
+        if b.store is None or rank == b.rank or not b.store.check([key]):
+            continue
+        space, pid = json.loads(b.store.get(key))
+        if space and space == _process_space() and not _runs(pid):
+            raise RankFailedError(
+                f"rank {rank} is gone: its process {pid} ended or was killed (its own output says why; a kill without "
+                f"a message often means memory ran out). Rank {b.rank} waited for it before {where(entry)}"
+            )
+
+
+def _process_space() -> str:
+    """Equal where process numbers mean the same processes; empty where that cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
