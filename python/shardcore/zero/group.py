@@ -134,6 +134,10 @@ class ShardGroup(Edits, JoinsGathers):
             raise StateError(f"group {self.name!r} is frozen and has no gradients")
         return self.grads.shard
 
+    def is_frozen(self) -> bool:
+        """Whether no parameter takes a gradient now; those of a trainable group may be frozen between steps."""
+        return not any(slot.param.requires_grad for slot in self.slots)
+
     def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
         """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
         return self.range_of_rank(slot, self.shard_axis.rank)

@@ -212,7 +212,9 @@ class Root(Surroundings):
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
         known = bool(used) and self.needs_unit_hooks
-        self.window.begin_backward([g for g in self.groups if g.trainable and g not in used] if known else [])
+        with private.without_torch_function():
+            idle = [g for g in self.groups if g.trainable and ((known and g not in used) or g.is_frozen())]
+        self.window.begin_backward(idle)
         self.acquire(self.root_unit, "backward")
 
     def end_backward(self) -> None:
@@ -249,7 +251,7 @@ class Root(Surroundings):
         self.structure.check()
         with private.without_torch_function():
             for group in self.groups:
-                if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
+                if not group.trainable and not group.is_frozen():
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
@@ -402,5 +404,6 @@ def _thawed(slots: Sequence[ParameterSlot]) -> str:
     names = [slot.name for slot in slots][:5]
     return (
         f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have no "
-        "gradient and optimizer state; set requires_grad before shardcore.shard(model, ...)"
+        "gradient and optimizer state; set requires_grad before shardcore.shard(model, ...). Parameters that are "
+        "trainable there may be frozen and thawed later"
     )
