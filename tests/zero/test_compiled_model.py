@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -23,12 +25,20 @@ class Mixed(nn.Module):
         return self.second(self.second(self.norm(self.first(x))) * self.gain)
 
 
+def plain_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 7))
+
+
 # The compiler looks at .grad of what enters a graph after a break, which is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("build", [plain_layers, Mixed])
 @pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @spmd(world=2, timeout=240)
-def test_a_model_compiled_as_a_whole_follows_the_plain_one(stage: int, way: str) -> None:
+def test_a_model_compiled_as_a_whole_follows_the_plain_one(
+    stage: int, way: str, build: Callable[[], nn.Module]
+) -> None:
+    torch.compiler.reset()  # the process has compiled for other tests
     compiled: dict[int, nn.Module] = {}
 
     def play(model: nn.Module, step: int, rank: int) -> None:
@@ -42,4 +52,5 @@ def test_a_model_compiled_as_a_whole_follows_the_plain_one(stage: int, way: str)
     def plain(model: nn.Module, step: int, rank: int) -> None:
         model(rows(step, rank, 4 + step % 2, 7)).square().mean().backward()
 
-    check_follows(Mixed, play, stage=stage, reference_play=plain, units=[nn.Linear, Block], steps=4, tolerance=1e-5)
+    units = [nn.Linear, Block] if build is Mixed else "auto"
+    check_follows(build, play, stage=stage, reference_play=plain, units=units, steps=4, tolerance=1e-5)
