@@ -138,3 +138,20 @@ def test_models_built_in_pieces() -> None:
     whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(x), whole(x))
+
+
+@pytest.mark.parametrize(("partition", "sequence"), [(False, False), (True, False), (False, True)])
+@spmd(world=2, timeout=110)
+def test_recomputed_blocks_with_dropout(partition: bool, sequence: bool) -> None:
+    """With and without recomputation, to the last bit; inputs divided over the ranks, or parts of the sequence."""
+    mesh = sc.Mesh(tp=2)
+    grads = []
+    for wraps in (False, True):
+        model = sc.tensor.parallelize(build("gpt2", dropout=True), mesh, sequence=sequence)
+        if wraps:
+            sc.activation.wrap(model, partition=partition)
+        torch.manual_seed(7)
+        loss(model, batch()).backward()
+        grads.append({name: param.grad for name, param in model.named_parameters()})
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
