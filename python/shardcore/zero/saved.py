@@ -129,8 +129,8 @@ class Watch:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        address = tensor.untyped_storage().data_ptr() if is_plain else 0
-        held = address != 0 and any(address == g.full.untyped_storage().data_ptr() for g in self._unit.groups)
+        shown = private.storage_id(tensor) if is_plain else 0
+        held = any(shown == private.storage_id(group.full) for group in self._unit.groups)
         return _Saved(tensor.detach(), private.version(tensor), held)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
