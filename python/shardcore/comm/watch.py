@@ -344,7 +344,7 @@ def raise_gone(b: _Board, entry: Entry) -> None:
 def _process_space() -> str:
     """Equal where process numbers mean the same processes; empty where that cannot be told."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 
