@@ -48,6 +48,7 @@ _HOME = {
     "summon": "zero",
 }
 _ROOMS = (
+    "activation",
     "comm",
     "config",
     "data",
@@ -61,6 +62,7 @@ _ROOMS = (
     "optim",
     "pipeline",
     "plan",
+    "tensor",
     "testing",
     "zero",
 )

@@ -4,6 +4,7 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
+from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
 from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
@@ -38,6 +39,7 @@ __all__ = [
     "Coding",
     "Handle",
     "Message",
+    "Pending",
     "Program",
     "RankFailedError",
     "Receipt",
@@ -51,19 +53,23 @@ __all__ = [
     "channels",
     "check_level",
     "clear_failure",
+    "equal_parts",
     "exchange",
     "fingerprint",
+    "gather_dim",
     "gather_shards",
     "max_over_ranks",
     "name_of_next_model",
     "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",
+    "reduce_dim",
     "reduce_shards",
     "report_failure",
     "reset_traffic",
     "settle",
     "sum_over_ranks",
+    "sum_tensor",
     "traffic",
     "traffic_by_edge",
     "unpack",

@@ -116,6 +116,21 @@ def all_reduce(
     return Handle((_work(dist.all_reduce(tensor, op, group=axis.group, async_op=True)),), entry)
 
 
+def sum_of_two(tensor: torch.Tensor, axis: Axis, unit: str) -> Handle | None:
+    """Sum a contiguous CPU tensor over an axis of two ranks in one step, in place, where they read each other's memory;
+    else None.
+    """
+    link = neighbours.link_of(axis) if axis.size == 2 and not tensor.is_cuda else None
+    if link is None:
+        return None
+    other = 1 - axis.rank
+    entry = _record(axis, "sum", unit, tensor, tensor.nbytes, {other: tensor.nbytes})
+    theirs = torch.empty_like(tensor)
+    work = neighbours.exchange(link, entry, tensor, [(other, 0, theirs)])
+    # A sum of two has the same bits in either order.
+    return Handle((work,), entry, lambda: _add_in_place(tensor, theirs))
+
+
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int, unit: str) -> Handle:
     """Copy the ``tensor`` of the axis's ``source``-th rank to all its ranks, in place."""
     if axis.size == 1 or tensor.numel() == 0:
@@ -163,6 +178,11 @@ def reset_traffic() -> None:
     """Start counting anew."""
     _traffic.clear()
     _edges.clear()
+
+
+def _add_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(other)
 
 
 def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis, entry: watch.Entry) -> Handle:

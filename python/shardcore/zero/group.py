@@ -342,6 +342,11 @@ class ShardGroup(Edits, JoinsGathers):
         self.note_versions()
         return slot.param
 
+    def begin_export(self) -> None:
+        """``state_dict`` starts; one before it may have failed, and never ended."""
+        self.end_export()
+        self.exporting = True
+
     def end_export(self) -> None:
         """``state_dict`` is done."""
         self.exporting = False

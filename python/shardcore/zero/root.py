@@ -19,6 +19,8 @@ from shardcore.zero.surroundings import Surroundings
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from shardcore.mesh import Axis
     from shardcore.plan import ShardPlan
     from shardcore.protocols import LossScale, ParameterSlot
@@ -85,6 +87,8 @@ class Root(Surroundings):
     wrongly_scaled: str | None = None
     """A parameter whose gradient in this window could not be corrected so."""
     forward_depth = 0
+    _call: FrameType | None = None
+    """The outermost call of the module whose forward runs."""
     backward_running = False
     _num_forwards = 0
     """Forwards with gradients since the last backward."""
@@ -170,14 +174,17 @@ class Root(Surroundings):
         self._loss_scale = scale
 
     def begin_forward(self) -> None:
-        """The root module's forward starts."""
+        """The root module's forward starts; called by its hook."""
         self.check_here("lp_params", what="the model's forward")
+        self._end_interrupted_forward()
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
+            self._call = private.running_call()
             if not self.window.num_backwards and not private.in_backward():
                 self._program.begin_forward()
             if self.prefetcher is not None and not private.in_backward():
+                self._end_exports()
                 self.prefetcher.begin(self._kind_of_forward())
             self._unwatch()
         self.forward_depth += 1
@@ -185,6 +192,8 @@ class Root(Surroundings):
     def end_forward(self, *, failed: bool = False) -> None:
         """The root module's forward ended, or failed."""
         self.forward_depth = max(self.forward_depth - 1, 0)  # 0 before, where it was refused at once
+        if self.forward_depth == 0:
+            self._call = None
         if self.forward_depth or private.in_backward():
             return
         self.active.clear()
@@ -313,8 +322,23 @@ class Root(Surroundings):
 
     def rest(self) -> None:
         """Release what is kept between forward and backward, unless a forward or backward is running."""
+        self._end_interrupted_forward()
         if self.prefetcher is not None and not any(group.holders for group in self.groups):
             self.prefetcher.end()
+
+    def _end_exports(self) -> None:
+        """A ``state_dict`` that failed has left copies of the parameters, which age from here on."""
+        for group in self.groups:
+            if group.exporting:
+                group.end_export()
+
+    def _end_interrupted_forward(self) -> None:
+        """A Ctrl-C, as every exception that is no ``Exception``, leaves a forward without its hooks; if one did, let go
+        of what that forward held.
+        """
+        if self._call is not None and not private.is_running(self._call):
+            self.forward_depth = 0
+            self.end_forward(failed=True)
 
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
         if self.offloaded:

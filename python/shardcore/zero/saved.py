@@ -23,13 +23,12 @@ from torch import nn
 
 from shardcore import _torch_private as private
 from shardcore.errors import StateError
+from shardcore.protocols import RELEASED_VERSION
 
 if TYPE_CHECKING:
     from shardcore.zero.group import ShardGroup
     from shardcore.zero.root import Unit
 
-_RELEASED = 1 << 31
-"""Versions from here on belong to released groups: this plus the group's number."""
 _VERSION = re.compile(r"is at version (\d+)")
 
 _numbers = itertools.count()
@@ -45,7 +44,7 @@ class VersionCounters:
         number = next(_numbers)
         _groups[number] = group
         self._params = [slot.param for slot in group.slots]
-        self._mark = [_RELEASED + number] * len(self._params)
+        self._mark = [RELEASED_VERSION + number] * len(self._params)
         self._hidden: list[int] | None = None
 
     def now(self) -> list[int]:
@@ -76,7 +75,7 @@ class VersionCounters:
 def explain_released(error: RuntimeError) -> StateError | None:
     """What to say if autograd met a released parameter's version. All units are watched anew, its own for good."""
     found = _VERSION.search(str(error))
-    group = None if found is None else _groups.get(int(found[1]) - _RELEASED)
+    group = None if found is None else _groups.get(int(found[1]) - RELEASED_VERSION)
     if group is None:
         return None
     users = [unit for unit in group.root.units if group in unit.groups]
