@@ -161,6 +161,23 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Tells whether tensors show one storage, also where its memory may not be asked for its address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def forbid_access(storage: torch.UntypedStorage, message: str) -> None:
+    """Let every read and write of this storage's memory, by whatever tensor, raise a RuntimeError with ``message``.
+    torch offers no public way; a kernel on a storage without memory crashes.
+    """
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def allow_access(storage: torch.UntypedStorage) -> None:
+    """Take :func:`forbid_access` back."""
+    torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """As :func:`version`, for many, which may be guarded parameters."""
     with torch._C.DisableTorchFunctionSubclass():

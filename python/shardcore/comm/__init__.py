@@ -18,7 +18,7 @@ from shardcore.comm.collectives import (
     traffic_by_edge,
 )
 from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
-from shardcore.comm.program import Program
+from shardcore.comm.program import STEP, Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
 from shardcore.comm.settings import agree_on_settings
@@ -33,6 +33,7 @@ from shardcore.comm.watch import (
 )
 
 __all__ = [
+    "STEP",
     "After",
     "Channel",
     "Coding",

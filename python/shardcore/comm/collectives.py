@@ -102,10 +102,14 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     return _exchange_and_sum(full, shards, axis, entry)
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, unit: str, *, maximum: bool = False) -> Handle:
+def all_reduce(
+    tensor: torch.Tensor, axis: Axis, unit: str, program: Program | None = None, *, maximum: bool = False
+) -> Handle:
     """Sum (or take the maximum of) ``tensor`` over the axis, in place."""
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
+    if program is not None:
+        program.enter(axis, watch.label_of("all-reduce", unit, tensor.numel()))
     nbytes = 2 * tensor.nbytes // axis.size * (axis.size - 1)
     entry = _record(axis, "all-reduce", unit, tensor, nbytes, {} if maximum else {axis.rank - 1: nbytes})
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore import _torch_private as private
 from shardcore.errors import ConfigError, StateError
 from shardcore.protocols import find_slot, find_tensor_axis
 from shardcore.zero.root import Root
@@ -108,9 +109,9 @@ def install_state_dict_hooks(root: Root) -> None:
         for group in root.groups:
             group.end_export()
         # Inside summon the values are views of memory that goes when it ends.
-        released_later = {group.full.untyped_storage().data_ptr() for group in root.groups if group.releases}
+        released_later = {private.storage_id(group.full) for group in root.groups if group.releases}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in released_later - {0}:
+            if isinstance(value, torch.Tensor) and private.storage_id(value) in released_later:
                 state[name] = value.to("cpu", copy=True)
 
     root.module.register_state_dict_pre_hook(before)

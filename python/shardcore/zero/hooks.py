@@ -261,8 +261,8 @@ class _UnitHooks:
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of an output that is a view of the unit's parameters, whose memory goes when the unit is released."""
-        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-        if address and any(address == group.full.untyped_storage().data_ptr() for group in self._unit.groups):
+        shown = private.storage_id(tensor) if tensor.layout is torch.strided else 0
+        if any(shown == private.storage_id(group.full) for group in self._unit.groups):
             return tensor.clone()
         return tensor
 

@@ -127,12 +127,14 @@ class Watch:
             private.pop_saved_tensor_hooks()
         self._is_on = False
 
+    @private.not_traced
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        address = tensor.untyped_storage().data_ptr() if is_plain else 0
-        held = address != 0 and any(address == g.full.untyped_storage().data_ptr() for g in self._unit.groups)
+        shown = private.storage_id(tensor) if is_plain else 0
+        held = any(shown == private.storage_id(group.full) for group in self._unit.groups)
         return _Saved(tensor.detach(), private.version(tensor), held)
 
+    @private.not_traced
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         unit = self._unit
         if saved.is_parameter and private.in_backward() and any(unit not in group.holders for group in unit.groups):
