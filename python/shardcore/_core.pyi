@@ -72,7 +72,7 @@ class Action:
         stage: SupportsIndex,
         microbatch: SupportsIndex | None = None,
         *,
-        slot: SupportsIndex = 0,
+        slot: SupportsIndex = ...,
         with_next: bool = False,
     ) -> Action:
         """
@@ -439,8 +439,8 @@ class PipelineSchedule:
         num_microbatches: SupportsIndex,
         *,
         name: str = "custom",
-        num_slices: SupportsIndex = 1,
-        num_chains: SupportsIndex = 1,
+        num_slices: SupportsIndex = ...,
+        num_chains: SupportsIndex = ...,
         gating: str = "all",
         comm: str = "blocking",
         lowering: Mapping[str, Any] | None = None,
@@ -519,8 +519,9 @@ class PipelineSchedule:
         reduce: str = "once",
         optimizer: str = "absent",
         tied: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] = ...,
-        receives_ahead: SupportsIndex = 2,
-        max_unsharded: SupportsIndex = 2,
+        receives_ahead: SupportsIndex | None = None,
+        max_unsharded: SupportsIndex = ...,
+        costs: Mapping[str, Any] | Sequence[Any] | None = None,
     ) -> PipelineSchedule:
         """
         Adds communication, and what sharding and optimizer need, to a schedule of compute actions.
@@ -529,11 +530,15 @@ class PipelineSchedule:
         ``reduce`` is ``"once"`` behind a stage's last weight gradient or ``"per-microbatch"`` (at stages 2 and 3).
         ``optimizer`` is ``"absent"``, ``"barrier"`` (behind all gradients of the rank) or ``"post-validation"`` (each
         stage as soon as its gradients are reduced). ``tied`` has groups of stages that share weights.
-        ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used,
-        ``max_unsharded`` the stages that a rank gathers at once.
+        ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used (``None``: 2,
+        or as many as the programs need if those are more), ``max_unsharded`` the stages that a rank gathers at once.
 
-        Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, and for options that do not
-        fit each other.
+        ``costs``, spelled as for ``pipeline_schedule``, are what a run takes: each receive is posted when its message
+        leaves, so at these costs the lowered programs take no longer than the schedule itself, as far as the receives
+        ahead cover the latency. By default every computation takes the same time and a hop a quarter of it.
+
+        Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, for fewer receives ahead than
+        it needs, and for options that do not fit each other.
         """
     @property
     def lowering(self, /) -> dict[str, Any] | None:
@@ -590,7 +595,7 @@ class PipelineSchedule:
         forward: float | Iterable[float],
         input_grad: float | Iterable[float],
         weight_grad: float | Iterable[float],
-        hop: SupportsFloat | SupportsIndex = 0.0,
+        hop: SupportsFloat | SupportsIndex = ...,
         activation: float | Iterable[float] = ...,
         stash: float | Iterable[float] | None = None,
         *,
@@ -599,7 +604,7 @@ class PipelineSchedule:
         message: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None,
         bandwidth: SupportsFloat | SupportsIndex | None = None,
         overlap: bool = True,
-        composite: SupportsFloat | SupportsIndex = 1.0,
+        composite: SupportsFloat | SupportsIndex = ...,
     ) -> Simulation:
         """
         Simulates the programs and says when everything runs, what is idle and what is held.
@@ -612,9 +617,11 @@ class PipelineSchedule:
 
         Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
         each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
-        its messages. ``composite`` scales the time of a composite against the sum of its parts.
+        each message that it sends or receives. ``composite`` scales the time of a composite against the sum of its
+        parts.
 
-        Raises ``PlanError`` for costs that do not fit, and for programs that cannot go on.
+        Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
+        on.
         """
     def stages(self, /, rank: SupportsIndex) -> list[int]:
         """
@@ -674,7 +681,7 @@ class PrefetchCoordinator:
         prefetch_nbytes: SupportsIndex | None = None,
         max_live_nbytes: SupportsIndex | None = None,
         max_reuse_nbytes: SupportsIndex | None = None,
-        persistence_nbytes: SupportsIndex = 0,
+        persistence_nbytes: SupportsIndex = ...,
     ) -> PrefetchCoordinator: ...
     def __repr__(self, /) -> str: ...
     def begin(self, /, kind: str = "train") -> tuple[list[int], list[int]]:
@@ -1035,14 +1042,18 @@ class Simulation:
         """
         The longest time over the ranks from a rank's first start to its last end.
         """
-    def to_ascii(self, /, *, max_width: SupportsIndex = 160) -> str:
+    def to_ascii(self, /, *, max_width: SupportsIndex = ...) -> str:
         """
         A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
+
+        Labels are shortened where that lets all of it be seen. Raises ``PlanError`` for a negative width.
         """
-    def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = 1000.0) -> str:
+    def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = ...) -> str:
         """
         A trace that <https://ui.perfetto.dev> opens (JSON of Chrome's trace events): one track per rank, arrows for
         messages, a counter for memory. One unit of time is shown as ``microseconds``.
+
+        Raises ``PlanError`` for microseconds that are not above 0, or so many that no double holds the last time.
         """
     def to_svg(self, /) -> str:
         """
@@ -1159,7 +1170,7 @@ def dequantize(
     """
 
 def evaluation_schedule(
-    placement: SupportsGetItem[int, SupportsIndex], num_microbatches: SupportsIndex, *, num_chains: SupportsIndex = 1
+    placement: SupportsGetItem[int, SupportsIndex], num_microbatches: SupportsIndex, *, num_chains: SupportsIndex = ...
 ) -> PipelineSchedule:
     """
     Builds the forward-only program of a placement, for evaluation.
@@ -1189,7 +1200,7 @@ def groups(
     num_shards: SupportsIndex,
     *,
     segment_nbytes: SupportsIndex | None = None,
-    alignment: SupportsIndex = 256,
+    alignment: SupportsIndex = ...,
 ) -> list[ShardLayout]:
     """
     Splits parameters into layouts of one dtype and one trainability each, and those into segments.
@@ -1274,7 +1285,7 @@ def plan_shards(
     num_shards: SupportsIndex,
     *,
     segment_nbytes: SupportsIndex | None = None,
-    alignment: SupportsIndex = 256,
+    alignment: SupportsIndex = ...,
 ) -> ShardPlan:
     """
     Plans the shards of a model that is cut into wrap units.
@@ -1305,12 +1316,12 @@ def prefetch(
     budget: SupportsIndex | None = None,
     *,
     objective: str = "bytes",
-    latency: SupportsFloat | SupportsIndex = 0.0,
+    latency: SupportsFloat | SupportsIndex = ...,
     bandwidth: SupportsFloat | SupportsIndex | None = None,
     prefetch_nbytes: SupportsIndex | None = None,
     max_live_nbytes: SupportsIndex | None = None,
     max_reuse_nbytes: SupportsIndex | None = None,
-    persistence_nbytes: SupportsIndex = 0,
+    persistence_nbytes: SupportsIndex = ...,
 ) -> PrefetchPlan:
     """
     Plans the gathers and releases of a step.
@@ -1367,7 +1378,7 @@ def schedule_names() -> list[str]:
     """
 
 def shard_layout(
-    params: Iterable[tuple[str, int, str, bool]], num_shards: SupportsIndex, *, alignment: SupportsIndex = 256
+    params: Iterable[tuple[str, int, str, bool]], num_shards: SupportsIndex, *, alignment: SupportsIndex = ...
 ) -> ShardLayout:
     """
     Lays parameters of one dtype and one trainability out in one flat buffer of equal shards.
@@ -1392,7 +1403,7 @@ def synthesize(
     forward: float | Iterable[float],
     input_grad: float | Iterable[float],
     weight_grad: float | Iterable[float],
-    hop: SupportsFloat | SupportsIndex = 0.0,
+    hop: SupportsFloat | SupportsIndex = ...,
     activation: float | Iterable[float] = ...,
     stash: float | Iterable[float] | None = None,
     memory_cap: float | Sequence[float] | None = None,

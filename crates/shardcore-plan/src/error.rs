@@ -66,6 +66,9 @@ pub enum PlanError {
     #[error("this schedule has no form in {form}: {reason}")]
     NoSuchForm { form: &'static str, reason: String },
 
+    #[error("interrupted")]
+    Interrupted,
+
     #[error("not a pipeline layout: {reason}")]
     BadLayout { reason: String },
 
@@ -152,6 +155,11 @@ pub enum PlanError {
 
     #[error("cannot lower the schedule: {reason}")]
     BadLowering { reason: String },
+
+    #[error(
+        "receives_ahead is {given}, but this program cannot run with fewer than {needed} where a message that finds no room holds up the rank that sends it: so many receives of one stage and direction have to wait until the first of them is used; give {needed} or more, or change the order of the micro-batches"
+    )]
+    TooFewReceives { given: u32, needed: u32 },
 
     #[error("bad cost {what}: expected {expected}")]
     BadCost { what: String, expected: String },

@@ -12,6 +12,7 @@ mod io;
 mod kernel_tensor;
 mod kernels;
 mod link;
+mod numbers;
 mod partition;
 mod plan;
 mod prefetch;

@@ -11,7 +11,7 @@ use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
 use shardcore_plan::schedule::{Action, ActionKind, Lowering, Schedule, ScheduleName};
 
 use crate::given::program;
-use crate::timed::{built, count};
+use crate::timed::{self, built, count};
 
 /// Every send behind its computation, every receive directly before its own: the slot of a micro-batch is its number.
 fn just_in_time(schedule: &Schedule) -> Schedule {
@@ -204,8 +204,11 @@ proptest! {
 
     #[test]
     fn the_checker_agrees_with_the_graph_of_events(schedule in program(), moves in moves(), lowered in any::<bool>()) {
-        let schedule = if lowered { schedule.lower(&Lowering::default()).unwrap() } else { just_in_time(&schedule) };
-        let schedule = if lowered { schedule } else { shuffled(&schedule, &moves) };
+        let schedule = if lowered {
+            timed::lowered(&schedule, &Lowering::default())
+        } else {
+            shuffled(&just_in_time(&schedule), &moves)
+        };
         let runs: BTreeMap<Delivery, bool> =
             LAWS.map(|(model, _)| (model, check::communication(&schedule, model).is_ok())).into();
         for (model, weaker) in LAWS {

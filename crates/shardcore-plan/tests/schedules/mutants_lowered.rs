@@ -6,12 +6,11 @@ use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
 use shardcore_plan::schedule::{Action, ActionKind, Lowering, OptimizerStep, ReduceTiming, Schedule};
 
 use crate::mutation::{Dice, Programs, find, kill, shift};
-use crate::timed::any_flat;
+use crate::timed::{any_flat, lowered};
 
 fn any_lowered() -> impl Strategy<Value = Schedule> {
-    (any_flat(), 1_u32..=3).prop_map(|(schedule, receives_ahead)| {
-        schedule.lower(&Lowering { receives_ahead, ..Lowering::default() }).unwrap()
-    })
+    (any_flat(), 1_u32..=3)
+        .prop_map(|(schedule, receives_ahead)| lowered(&schedule, &Lowering { receives_ahead, ..Lowering::default() }))
 }
 
 /// Lowered for `ZeRO`-3 with an optimizer step.
@@ -20,7 +19,7 @@ fn any_sharded() -> impl Strategy<Value = Schedule> {
     let reduce = prop::sample::select(ReduceTiming::ALL);
     (any_flat(), optimizer, reduce).prop_map(|(schedule, optimizer, reduce)| {
         let lowering = Lowering { zero_stage: Some(3), optimizer, reduce, ..Lowering::default() };
-        schedule.lower(&lowering).unwrap()
+        lowered(&schedule, &lowering)
     })
 }
 
