@@ -29,6 +29,7 @@ from shardcore.comm.watch import (
     program_digest,
     raise_on_program_mismatch,
     report_failure,
+    timeout_s,
 )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "reset_traffic",
     "settle",
     "sum_over_ranks",
+    "timeout_s",
     "traffic",
     "traffic_by_edge",
     "unpack",
