@@ -48,6 +48,7 @@ _HOME = {
     "summon": "zero",
 }
 _ROOMS = (
+    "checkpoint",
     "comm",
     "config",
     "data",
