@@ -15,6 +15,7 @@ from shardcore.config.read import Source, parse_json, read_source
 from shardcore.config.sections import (
     BatchConfig,
     BF16Config,
+    CheckpointConfig,
     DataConfig,
     DataTypesConfig,
     FloatDtype,
@@ -38,6 +39,7 @@ __all__ = [
     "BF16Config",
     "BatchConfig",
     "BatchSizes",
+    "CheckpointConfig",
     "Classes",
     "Config",
     "DataConfig",

@@ -9,6 +9,7 @@ from shardcore.config.explain import explain, to_json
 from shardcore.config.sections import (
     BatchConfig,
     BF16Config,
+    CheckpointConfig,
     DataConfig,
     DataTypesConfig,
     FloatDtype,
@@ -67,6 +68,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Progress lines and timers."""
     drop_in: bool = False
     """Whether DeepSpeed's defaults hold where they differ, and errors are also AssertionErrors."""
