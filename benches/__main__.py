@@ -10,6 +10,7 @@ from pathlib import Path
 COMMANDS = {
     "train": "e2e/train.py",
     "startup": "e2e/startup.py",
+    "checkpoint": "e2e/checkpoint.py",
     "overhead": "micro/overhead.py",
     "collectives": "micro/collectives.py",
     "io": "micro/io.py",
