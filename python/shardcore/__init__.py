@@ -48,6 +48,7 @@ _HOME = {
     "summon": "zero",
 }
 _ROOMS = (
+    "activation",
     "checkpoint",
     "comm",
     "config",
@@ -62,6 +63,7 @@ _ROOMS = (
     "optim",
     "pipeline",
     "plan",
+    "tensor",
     "testing",
     "zero",
 )

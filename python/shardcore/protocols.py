@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
+_PIECES_ATTRIBUTE = "_shardcore_pieces"
+_SEQUENCE_ATTRIBUTE = "_shardcore_splits_sequence"
+
+RELEASED_VERSION = 1 << 31
+"""Parameters whose memory is gone for a while show autograd counts of writes from here on; see ``zero.saved``."""
+
+_random_sources: list[RandomSource] = []
 
 
 class LossScale(Protocol):
@@ -150,6 +157,18 @@ class ShardedRoot(Protocol):
         """Use this scale for plain ``loss.backward()`` from now on."""
 
 
+class RandomSource(Protocol):
+    """Random numbers beside torch's default generators, such as those of one rank of a tensor-parallel group. A
+    ``torch.Generator`` is one.
+    """
+
+    def get_state(self) -> Any:
+        """What :meth:`set_state` brings back."""
+
+    def set_state(self, state: Any, /) -> object:
+        """Continue from there."""
+
+
 class PipelinePart(Protocol):
     """What a pipeline's module, which holds one rank's stages, tells the optimizer."""
 
@@ -196,6 +215,27 @@ class Fill:
 
 MASTER = "master weight"
 """The name of master weights among the states that an optimizer reads and writes for a checkpoint."""
+
+
+class TensorPieces(Protocol):
+    """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole."""
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+
+    def local(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of ``full_shape``."""
+
+    def assemble(self, local: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor of ``full_shape`` of which every rank gives its part. Collective over the axis."""
+
+    def counted_flat_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the flattened part that no earlier rank of the axis holds."""
 
 
 class ShardedOptimizerMark:
@@ -282,6 +322,32 @@ def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
     return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
 
 
+def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
+    """Note which part of it the parameter is."""
+    setattr(param, _PIECES_ATTRIBUTE, pieces)
+
+
+def find_pieces(param: torch.Tensor) -> Any | None:
+    """The :class:`TensorPieces` of a parameter of a tensor-parallel model, or None."""
+    return param.__dict__.get(_PIECES_ATTRIBUTE)
+
+
+def mark_sequence_split(model: torch.nn.Module) -> None:
+    """Note that activations between the model's blocks are split along the sequence."""
+    object.__setattr__(model, _SEQUENCE_ATTRIBUTE, True)
+
+
+def splits_sequence(model: Any) -> bool:
+    """Whether activations between the model's blocks are split along the sequence."""
+    return bool(getattr(model, "__dict__", {}).get(_SEQUENCE_ATTRIBUTE))
+
+
+def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:
+    """The tensor axis over which a model with these parameters is split, or None."""
+    pieces = next((each for each in map(find_pieces, params) if each is not None), None)
+    return None if pieces is None else pieces.axis
+
+
 def attach_slot(slot: ParameterSlot) -> None:
     """Leave the slot on its parameter.
 
@@ -295,3 +361,14 @@ def find_slot(param: torch.Tensor) -> ParameterSlot | None:
     """The slot of a sharded parameter, or None for any other tensor (also where the sharded model is gone)."""
     reference: weakref.ref[ParameterSlot] | None = param.__dict__.get(_SLOT_ATTRIBUTE)
     return None if reference is None else reference()
+
+
+def register_random_source(source: RandomSource) -> None:
+    """What is computed again from now on draws the same numbers from ``source`` as the first time."""
+    if source not in _random_sources:
+        _random_sources.append(source)
+
+
+def random_sources() -> Sequence[RandomSource]:
+    """Those that were registered, in order."""
+    return _random_sources

@@ -15,7 +15,15 @@ from shardcore import comm
 from shardcore.checkpoint.dtypes import dtype_of, name_of
 from shardcore.checkpoint.values import encode
 from shardcore.errors import ConfigError
-from shardcore.protocols import MASTER, HeldPiece, ShardedOptimizerMark, ShardedRoot, find_root, find_slot
+from shardcore.protocols import (
+    MASTER,
+    HeldPiece,
+    ShardedOptimizerMark,
+    ShardedRoot,
+    find_root,
+    find_slot,
+    find_tensor_axis,
+)
 
 WEIGHT, BUFFER, STATE = "weight", "buffer", "state/"
 """Roles of tensors; a state's own name follows."""
@@ -76,11 +84,16 @@ def root_of(model: nn.Module, what: str) -> ShardedRoot:
     """What ``shardcore.shard`` left on the model.
 
     Raises:
-        ConfigError: it is not sharded.
+        ConfigError: it is not sharded, or split over a tensor-parallel axis.
     """
     root = find_root(model)
     if root is None:
         raise ConfigError(f"{what}: {type(model).__name__} is not sharded; call shardcore.shard(model, ...) first")
+    if find_tensor_axis(model.parameters()) is not None:
+        raise ConfigError(
+            f"{what}: {type(model).__name__} is tensor-parallel, and checkpoints of such models are not available yet; "
+            "shardcore.state_dict(model) gives the whole weights"
+        )
     return root  # type: ignore[no-any-return]
 
 

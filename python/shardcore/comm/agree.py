@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardcore.comm.collectives import all_reduce, broadcast
 from shardcore.errors import RankMismatchError
 from shardcore.mesh import Axis
+
+if TYPE_CHECKING:
+    from shardcore.comm.program import Program
 
 
 def exchange(value: Any, axis: Axis, what: str) -> list[Any]:
@@ -55,9 +58,9 @@ def agree_on(
     )
 
 
-def max_over_ranks(flags: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
+def max_over_ranks(flags: torch.Tensor, axis: Axis, what: str, program: Program | None = None) -> torch.Tensor:
     """The element-wise maximum of a CPU tensor over the axis, in place. Collective."""
-    all_reduce(flags, axis, what, maximum=True).wait()
+    all_reduce(flags, axis, what, program, maximum=True).wait()
     return flags
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shardcore.config.batch import BatchSizes, DropInConfigError, solve_batch
 from shardcore.config.explain import explain, to_json
 from shardcore.config.sections import (
+    ActivationConfig,
     BatchConfig,
     BF16Config,
     CheckpointConfig,
@@ -21,6 +22,7 @@ from shardcore.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.errors import ConfigError
@@ -65,6 +67,10 @@ class Config:
     leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    """Recomputation."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The split of layers over ranks."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

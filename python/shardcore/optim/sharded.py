@@ -31,6 +31,10 @@ from shardcore.optim.update import Update
 from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
+_FIXED_GROUPS = (
+    "parameter groups cannot be added to a sharded optimizer, or taken from it; list all of them in "
+    "shardcore.optimizer(...)"
+)
 
 
 def optimizer(
@@ -277,9 +281,7 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
             StateError: called by the user.
         """
         if self._groups_are_fixed:
-            raise StateError(
-                "parameter groups cannot be added to a sharded optimizer; list all of them in shardcore.optimizer(...)"
-            )
+            raise StateError(_FIXED_GROUPS)
         super().add_param_group(param_group)
 
     def check_grad_scaler(self) -> None:
@@ -355,6 +357,8 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
 
     def _run_update(self, pieces: list[Piece], factor: float | torch.Tensor) -> None:
         groups = self._held.groups
+        if len(self.param_groups) != len(self.inner.param_groups):
+            raise StateError(_FIXED_GROUPS)
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

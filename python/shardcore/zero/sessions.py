@@ -145,6 +145,7 @@ class Session:
         try:
             problem = self._settle()
         finally:
+            self._shown.clear()  # its views would look like somebody else's
             for group in self._groups:
                 group.unpin()
                 if not self._root.is_passing:
