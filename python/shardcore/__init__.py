@@ -49,6 +49,7 @@ _HOME = {
 }
 _ROOMS = (
     "activation",
+    "checkpoint",
     "comm",
     "config",
     "data",

@@ -14,6 +14,8 @@ __all__ = [
     "Action",
     "CPURule",
     "CPUStepTable",
+    "CheckpointReader",
+    "CheckpointWriter",
     "HostLink",
     "HostMemory",
     "IoEngine",
@@ -26,14 +28,21 @@ __all__ = [
     "Simulation",
     "SwapFile",
     "Synthesis",
+    "abandon_checkpoint",
+    "begin_checkpoint",
     "check_boundaries",
     "check_host_memory",
+    "checkpoint_aside",
+    "choose_checkpoint",
+    "commit_checkpoint",
     "convert",
     "dequantize",
     "evaluation_schedule",
     "first_difference",
     "from_megatron_layout",
     "groups",
+    "latest_checkpoint",
+    "list_checkpoints",
     "partition_layers",
     "partition_marked",
     "partition_uniform",
@@ -44,11 +53,14 @@ __all__ = [
     "prefetch",
     "quantization_block",
     "quantize",
+    "reshard",
     "schedule_names",
     "shard_layout",
+    "share_writes",
     "sums_of_squares",
     "synthesize",
     "to_megatron_layout",
+    "verify_checkpoint",
 ]
 
 @final
@@ -204,6 +216,65 @@ class CPUStepTable:
         ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group.
         Gradients are multiplied by ``grad_scale`` first. ``seeds``, one for each group, are those of stochastic
         rounding. The result does not depend on ``num_threads``.
+        """
+
+@final
+class CheckpointReader:
+    """
+    A complete checkpoint, opened for reading: its mark, its index and the sizes of its files are checked.
+
+    Raises ``CheckpointError`` naming the file and its bytes if it is damaged, or if it was never finished.
+    """
+    def __new__(cls, /, folder: str | PathLike[str]) -> CheckpointReader: ...
+    def check_header(self, /, file: SupportsIndex) -> None:
+        """
+        Raises ``CheckpointError`` if the header of the file with this number is not as it was written.
+        """
+    def index(self, /) -> str:
+        """
+        The index, as its JSON document.
+        """
+    @staticmethod
+    def of_safetensors(folder: str | PathLike[str], names: SupportsGetItem[int, str]) -> CheckpointReader:
+        """
+        Safetensors files that anyone may have written, as if they were a checkpoint: all tensors have the role
+        ``"weight"``, and there are no checksums.
+
+        Raises ``CheckpointError`` for what is no such file, and for a name in two of them.
+        """
+    def read(self, /, wants: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, Tensor]]) -> None:
+        """
+        Reads ``(tensor, start, stop, out)``: elements of the flattened tensor with this number in the index, into the
+        memory of ``out``, which has exactly these elements and is contiguous on the CPU. Every block is checked.
+
+        Raises ``CheckpointError`` naming the file and its bytes for a block that is not as it was written.
+        """
+
+@final
+class CheckpointWriter:
+    """
+    A safetensors file that is being written: ``entries`` are ``(name, dtype, shape)``, whose bytes come by ``put`` in
+    this order. It must not exist, and gets its whole space at once.
+
+    Raises ``StorageError`` if the disk is full, with the arithmetic, or refuses.
+    """
+    def __new__(
+        cls,
+        /,
+        path: str | PathLike[str],
+        entries: SupportsGetItem[int, tuple[str, str, SupportsGetItem[int, SupportsIndex]]],
+        metadata: SupportsGetItem[int, tuple[str, str]],
+    ) -> CheckpointWriter: ...
+    def finish(self, /, read_back: bool) -> tuple[int, int, str, list[tuple[int, str]]]:
+        """
+        Writes the rest, syncs the file and compares it with what was written: size and header; with ``read_back``
+        all of it.
+
+        Returns ``(nbytes, header_nbytes, header_crc32, [(offset, crc32 of its blocks) of each entry])``.
+        """
+    def put(self, /, tensor: Tensor) -> None:
+        """
+        The next bytes of the file: those of a contiguous CPU tensor, which are copied before this returns.
         """
 
 @final
@@ -1125,6 +1196,16 @@ class Synthesis:
         What the schedule takes: its makespan or span, as asked for.
         """
 
+def abandon_checkpoint(run: str | PathLike[str], tag: str) -> None:
+    """
+    Removes that folder, after a save that failed.
+    """
+
+def begin_checkpoint(run: str | PathLike[str], tag: str) -> Path:
+    """
+    Makes the empty folder in which the files of a checkpoint are written. Returns its path.
+    """
+
 def check_boundaries(boundaries: SupportsGetItem[int, SupportsIndex], num_layers: SupportsIndex) -> list[int]:
     """
     Checks boundaries that someone chose by hand, and gives them back: from 0 to ``num_layers``, each beyond the one
@@ -1138,6 +1219,34 @@ def check_host_memory(what: str, nbytes: SupportsIndex) -> None:
     Checks that ``nbytes`` of host memory can be had now, and takes none. ``what`` begins the message.
 
     Raises ``StorageError`` with the arithmetic when the machine or a container has less.
+    """
+
+def checkpoint_aside(run: str | PathLike[str], tag: str) -> Path:
+    """
+    The folder that ``begin_checkpoint`` makes for this tag.
+    """
+
+def choose_checkpoint(place: str | PathLike[str], tag: str | None = None) -> tuple[Path, list[str]]:
+    """
+    The checkpoint that a path means: ``(its folder, what is worth telling)``.
+
+    Raises ``CheckpointError`` if there is none that is complete.
+    """
+
+def commit_checkpoint(
+    run: str | PathLike[str],
+    tag: str,
+    index: str,
+    *,
+    is_latest: bool,
+    keep_last: SupportsIndex | None = None,
+    keep_every: SupportsIndex | None = None,
+) -> tuple[Path, list[str]]:
+    """
+    Makes a checkpoint of the files in that folder and the index, and lets ``latest`` name it if ``is_latest``. Then
+    removes older ones: all but the ``keep_last`` newest, and those whose number is a multiple of ``keep_every``.
+
+    Returns its path and the tags that were removed.
     """
 
 def convert(
@@ -1210,6 +1319,16 @@ def groups(
     bytes (padding at the end not counted); a larger parameter gets a layout of its own and is never split.
 
     Raises ``PlanError`` for duplicate names and numbers out of range.
+    """
+
+def latest_checkpoint(run: str | PathLike[str]) -> str | None:
+    """
+    The tag in ``latest``; None if there is none.
+    """
+
+def list_checkpoints(run: str | PathLike[str]) -> list[tuple[str, Path, int | None, str | None]]:
+    """
+    All checkpoints of a run as ``(tag, path, number or None, what is wrong or None)``, the oldest first.
     """
 
 def partition_layers(
@@ -1372,6 +1491,17 @@ def quantize(
     Raises ``ConfigError`` for other tensors.
     """
 
+def reshard(old: ShardLayout, new: ShardLayout) -> list[tuple[int, int, int, int, int]]:
+    """
+    The copies that fill the shards of ``new`` from those of ``old``, ordered by where they go.
+
+    Each is ``(src_rank, src_offset, dst_rank, dst_offset, numel)``, in elements. Every element of every parameter is
+    copied once, and no padding. The layouts may differ in the number of shards, in the order of the parameters and in
+    the dtype.
+
+    Raises ``PlanError`` if they do not hold the same parameters with the same numbers of elements.
+    """
+
 def schedule_names() -> list[str]:
     """
     The names that ``pipeline_schedule`` takes.
@@ -1388,6 +1518,20 @@ def shard_layout(
     is a power of two of at least 16.
 
     Raises ``PlanError`` for mixed dtypes or trainabilities (use ``groups``), duplicate names and numbers out of range.
+    """
+
+def share_writes(
+    held: SupportsGetItem[int, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]],
+    itemsizes: SupportsGetItem[int, SupportsIndex],
+) -> list[list[tuple[int, int, int]]]:
+    """
+    Divides the writing of tensors that several ranks hold: every element once, about as many bytes on every rank.
+
+    ``held[rank]`` are the pieces ``(tensor, start, stop)`` of a rank, ranges of flattened tensors; ``itemsizes`` are
+    the bytes of an element of each tensor. Returns for each rank the parts ``(piece, start, stop)`` that it writes,
+    ``piece`` being a place in its own list, in the order of that list.
+
+    Raises ``PlanError`` for pieces that end before they begin, or are of no tensor.
     """
 
 def sums_of_squares(tensors: SupportsGetItem[int, Any], *, num_threads: SupportsIndex = 1) -> list[float]:
@@ -1432,4 +1576,9 @@ def to_megatron_layout(layers: SupportsGetItem[int, str], boundaries: SupportsGe
 
     Layers and boundaries are as ``from_megatron_layout`` gives them. Raises ``PlanError`` for an unknown layer, an
     order that Megatron refuses, and boundaries that are none.
+    """
+
+def verify_checkpoint(folder: str | PathLike[str]) -> list[tuple[Path, int, int, str]]:
+    """
+    Reads every byte of a checkpoint. Returns the damages as ``(file, first byte, byte after the last, what)``.
     """

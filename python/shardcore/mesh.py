@@ -194,6 +194,15 @@ class Mesh:
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
         return self._axes[name]
 
+    @cached_property
+    def everyone(self) -> Axis:
+        """All ranks of the job as one axis. No part of the grid: for what is agreed on, and not for training."""
+        group = private.world_group() if self.world > 1 else None
+        for axis in self._axes.values():
+            if axis.size == self.world:
+                return axis
+        return Axis("all ranks", tuple(range(self.world)), self.rank, group, self)
+
     def rows(self, name: str) -> list[tuple[int, ...]]:
         """The global ranks of every row along the axis ``name``; this rank is in one. Alike on all ranks."""
         self[name]

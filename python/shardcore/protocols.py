@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,6 +91,12 @@ class ShardedGroup(Protocol):
     def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
         """As ``local_range``, for the rank at this position along the shard axis."""
 
+    def begin_load(self) -> torch.Tensor:
+        """The memory [shard_numel] that a checkpoint is loaded into: masters where these are here, else ``own``."""
+
+    def end_load(self) -> None:
+        """It was filled: the parameters show it from now on. Collective over the shard axis."""
+
     def publish(self, *, copied: bool = False) -> None:
         """Make the updated master weights the parameters: cast (unless ``copied``: the update has), and gather where
         parameters are whole. Collective.
@@ -110,6 +116,8 @@ class ShardedRoot(Protocol):
     """Where states rest: a :class:`shardcore.offload.Offload`."""
     num_tokens: float | torch.Tensor | None
     num_passes: int
+    before_changes: list[Callable[[], None]]
+    """Called, and forgotten, before weights or states next change: somebody is still reading them."""
     optimizers: list[weakref.ref[ShardedOptimizerMark]]
 
     @property
@@ -135,6 +143,12 @@ class ShardedRoot(Protocol):
 
     def check_here(self, *states: str, what: str) -> None:
         """Raise if one of these states was moved away by ``offload_states``."""
+
+    def come_to_rest(self, what: str) -> None:
+        """Between steps: nothing is under way or away, and masters have what was written to parameters."""
+
+    def about_to_change(self) -> None:
+        """Weights or states are about to change: let those finish who read them."""
 
     def live_optimizers(self) -> list[ShardedOptimizerMark]:
         """The optimizers made for this model that still exist."""
@@ -166,8 +180,41 @@ class PipelinePart(Protocol):
     def pipeline_axis(self) -> Axis:
         """The axis over which the stages lie."""
 
+    num_steps: int
+    """Steps taken; random numbers depend on it."""
+
     def counts_in_norm(self, param: torch.nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global norm; one rank does for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """What an optimizer keeps of one parameter on this rank, or a part of that: elements [start, stop), flattened."""
+
+    slot: ParameterSlot
+    options: int
+    """Number of the parameter group."""
+    start: int
+    stop: int
+    states: dict[str, torch.dtype]
+    """Names of what it keeps for each element; the master weights, under ``MASTER``, where these are not here."""
+    values: dict[str, Any]
+    """What is one value for all elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A part of a state that is to be loaded: elements [start, stop) of the flattened parameter, into ``out``."""
+
+    slot: ParameterSlot
+    name: str
+    start: int
+    stop: int
+    out: torch.Tensor
+
+
+MASTER = "master weight"
+"""The name of master weights among the states that an optimizer reads and writes for a checkpoint."""
 
 
 class TensorPieces(Protocol):
@@ -194,6 +241,10 @@ class TensorPieces(Protocol):
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
 
+    param_groups: list[dict[str, Any]]
+    num_steps: int
+    num_skipped_steps: int
+
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the losses whose gradients it takes."""
@@ -213,6 +264,26 @@ class ShardedOptimizerMark:
 
     def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
         """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        raise NotImplementedError
+
+    def held_pieces(self) -> list[HeldPiece]:
+        """All that it keeps on this rank, in the order in which :meth:`read_pieces` shows it."""
+        raise NotImplementedError
+
+    def read_pieces(self, act: Callable[[HeldPiece, dict[str, torch.Tensor]], None]) -> None:
+        """Call ``act`` with each piece and its states [stop - start], while they are in memory."""
+        raise NotImplementedError
+
+    def kept_states(self) -> list[tuple[list[str], list[str]]]:
+        """For each parameter group, the names of states of an element, and of values for all elements."""
+        raise NotImplementedError
+
+    def write_pieces(
+        self, values: Callable[[ParameterSlot], dict[str, Any] | None] | None, fill: Callable[[list[Fill]], None]
+    ) -> None:
+        """Replace all states: ``values`` gives those that are one for all elements, or None for a parameter without
+        state; ``fill`` is called to fill the others. Without ``values`` only master weights on a disk are replaced.
+        """
         raise NotImplementedError
 
 

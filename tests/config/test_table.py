@@ -122,6 +122,7 @@ DEFAULTS: dict[str, Any] = {
     "wall_clock_breakdown": False,
     "dump_state": False,
     "dataloader_drop_last": False,
+    "checkpoint.tag_validation": "Warn",
     "log_level": None,
     "fp16.enabled": False,
     "fp16.auto_cast": False,

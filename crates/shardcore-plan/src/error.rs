@@ -78,6 +78,14 @@ pub enum PlanError {
     #[error("no parameter named {name:?} in this layout of {num_params} parameters")]
     UnknownParameter { name: String, num_params: usize },
 
+    #[error(
+        "cannot go from one layout to the other: {reason}; both must hold the same parameters, in any order and any number of shards"
+    )]
+    DifferentParameters { reason: String },
+
+    #[error("piece {piece} of rank {rank}: {reason}")]
+    BadPiece { rank: usize, piece: usize, reason: String },
+
     #[error("unknown phase {phase:?}: expected \"forward\" or \"backward\"")]
     UnknownPhase { phase: String },
 

@@ -136,6 +136,12 @@ impl PyShardLayout {
     }
 }
 
+impl PyShardLayout {
+    pub(crate) fn layout(&self) -> &FlatLayout {
+        &self.0
+    }
+}
+
 impl From<FlatLayout> for PyShardLayout {
     fn from(layout: FlatLayout) -> Self {
         Self(Arc::new(layout))

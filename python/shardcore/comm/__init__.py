@@ -30,6 +30,7 @@ from shardcore.comm.watch import (
     program_digest,
     raise_on_program_mismatch,
     report_failure,
+    timeout_s,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "settle",
     "sum_over_ranks",
     "sum_tensor",
+    "timeout_s",
     "traffic",
     "traffic_by_edge",
     "unpack",

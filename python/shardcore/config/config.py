@@ -10,6 +10,7 @@ from shardcore.config.sections import (
     ActivationConfig,
     BatchConfig,
     BF16Config,
+    CheckpointConfig,
     DataConfig,
     DataTypesConfig,
     FloatDtype,
@@ -73,6 +74,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Progress lines and timers."""
     drop_in: bool = False
     """Whether DeepSpeed's defaults hold where they differ, and errors are also AssertionErrors."""

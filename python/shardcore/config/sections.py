@@ -247,6 +247,14 @@ class LoggingConfig:
     """Level of the library's logger; None leaves it as it is."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """How checkpoints are saved."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = "Warn"
+    """What happens where ranks save under different tags; unless it fails, the first rank's is used on all."""
+
+
 SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "gradients": GradientConfig,
@@ -263,6 +271,7 @@ SECTIONS: dict[str, type] = {
     "tensor": TensorConfig,
     "data": DataConfig,
     "logging": LoggingConfig,
+    "checkpoint": CheckpointConfig,
 }
 """The sections of `Config` by name; a key of the table targets "section.field"."""
 

@@ -45,7 +45,7 @@ _PIPELINE = "pipeline stages"
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
-_NO_CHECKPOINTS = "there are no checkpoints of sharded state yet"
+_CHECKPOINTS = "every checkpoint is written by all ranks at once, and loads on any number of them"
 _TOP: dict[str, Entry] = {
     "train_batch_size": Field("batch.train_batch_size", INTEGER),
     "train_micro_batch_size_per_gpu": Field("batch.micro_batch_size", INTEGER),
@@ -161,7 +161,7 @@ _ZERO: dict[str, Entry] = {
     "allgather_partitions": Ignored("parameters are always gathered by one all-gather per group", BOOL),
     "allgather_bucket_size": Ignored(_IN_PLACE, SIZE),
     "load_from_fp32_weights": Ignored("masters are always restored from their own copy", BOOL),
-    "elastic_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
+    "elastic_checkpoint": Ignored(_CHECKPOINTS, BOOL),
     "sub_group_size": Field("offload.sub_group_size", SIZE),
     "stage3_prefetch_bucket_size": Field("zero.prefetch_bucket_size", COUNT),
     "stage3_param_persistence_threshold": Field("zero.param_persistence_threshold", COUNT),
@@ -186,7 +186,7 @@ _ZERO: dict[str, Entry] = {
     "mics_shard_size": Field("network.mics_shard_size", integer(low=-1)),
     "mics_hierarchical_params_gather": Field("network.hierarchical", BOOL),
     "memory_efficient_linear": Ignored("autograd keeps no gathered weight alive", BOOL),
-    "pipeline_loading_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
+    "pipeline_loading_checkpoint": Ignored(_CHECKPOINTS, BOOL),
     "override_module_apply": Ignored("open a model with shardcore.summon before changing it as a whole", BOOL),
     "log_trace_cache_warnings": Ignored("there is no trace cache", BOOL),
     "enable_sanity_checks": Ignored("the checks are always on", BOOL),
@@ -298,14 +298,14 @@ def _monitor(**kinds: Kind) -> dict[str, Entry]:
 
 
 _CHECKPOINT: dict[str, Entry] = {
-    "tag_validation": Ignored(_NO_CHECKPOINTS, choice("Ignore", "Warn", "Fail")),
+    "tag_validation": Field("checkpoint.tag_validation", choice("Ignore", "Warn", "Fail")),
     "load_universal": _later("import of DeepSpeed's universal checkpoints"),
     "use_node_local_storage": _later("checkpoints on node-local disks"),
-    "checkpoint_serialization": Ignored(_NO_CHECKPOINTS, BOOL),
-    "parallel_write.pipeline_stage": Ignored(_NO_CHECKPOINTS, BOOL),
+    "checkpoint_serialization": Ignored(_CHECKPOINTS, BOOL),
+    "parallel_write.pipeline_stage": Ignored(_CHECKPOINTS, BOOL),
 }
 _WRITER = _each(
-    _NO_CHECKPOINTS, type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
+    _CHECKPOINTS, type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
     show_statistics=BOOL, data_parallel=choice("replica", "socket", "machine"), io_multiplier=SIZE, decoupled=BOOL,
 )  # fmt: skip
 _AUTOTUNING: dict[str, Entry] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -58,14 +58,22 @@ def _check_group(optimizer: torch.optim.Optimizer, group: int) -> None:
 
 def states_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states that the optimizer keeps for each element of a parameter of ``dtype`` in its ``group``-th group."""
+    return {name: value.dtype for name, value in _state_of(optimizer, group, dtype).items() if _is_per_element(value)}
+
+
+def values_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, object]:
+    """The states that are one value for all elements of a parameter, as the optimizer has them after one step."""
+    return {name: value for name, value in _state_of(optimizer, group, dtype).items() if not _is_per_element(value)}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, object]:
     trial = _trial(optimizer, group, [torch.linspace(-1.0, 2.0, 8).to(dtype)])
     _step(trial, torch.linspace(0.1, 3.0, 8))
-    state = trial.state[trial.param_groups[0]["params"][0]]
-    return {
-        name: value.dtype
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == 8
-    }
+    return dict(trial.state[trial.param_groups[0]["params"][0]])
+
+
+def _is_per_element(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == 8
 
 
 def _run(

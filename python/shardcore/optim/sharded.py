@@ -21,6 +21,7 @@ from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
+from shardcore.optim.portable import Portable
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
@@ -84,7 +85,7 @@ def optimizer(
     return sharded
 
 
-class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
+class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
     """Runs an inner optimizer on this rank's pieces of the master weights.
 
     ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is
@@ -334,6 +335,8 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
 
     def _step(self) -> None:
         self.step_was_applied = False
+        for root in self._roots:
+            root.about_to_change()
         has_gradient = self._held.with_gradient(self._roots)
         if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(

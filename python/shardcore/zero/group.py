@@ -331,6 +331,7 @@ class ShardGroup(Edits, JoinsGathers):
 
     def _load(self, slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
         """``load_state_dict`` copies to a released parameter: this rank takes its piece, and nothing is gathered."""
+        self.root.about_to_change()
         if self.state is not ParamState.SHARDED:
             self.unshard()
             self.reshard()

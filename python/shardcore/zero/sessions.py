@@ -101,6 +101,8 @@ def _session(
         root.check_here("lp_params", what="reading whole parameters")
     if not root.is_passing:
         root.rest()
+    if writable:
+        root.about_to_change()
     session = Session(root, groups, writable, source)
     try:
         yield
