@@ -493,7 +493,8 @@ class PipelineSchedule:
     ``num_microbatches``, ``num_slices`` and ``num_chains``. ``gating`` says when the parts of a composite start:
     ``"all"`` inputs are there, or each part's ``"own"``. ``comm`` is the strictest communication under which the
     lowered program is declared to run. Programs with more than compute are lowered; ``lowering`` is what for, as the
-    property of that name gives it (``None``: communication only).
+    property of that name gives it (``None``: what their actions say, so gathers mean ``zero_stage`` 3, sums over shared
+    weights one tied group, and the bounds are those that the programs reach).
 
     The constructor checks that every action is in range; ``check`` whether the order can be executed. Frozen,
     comparable, hashable and picklable.
@@ -505,7 +506,7 @@ class PipelineSchedule:
     def __new__(
         cls,
         /,
-        programs: SupportsGetItem[int, SupportsGetItem[int, Action | str]],
+        programs: Iterable[Iterable[Action | str]],
         placement: SupportsGetItem[int, SupportsIndex],
         num_microbatches: SupportsIndex,
         *,
@@ -531,11 +532,12 @@ class PipelineSchedule:
         """
         Checks that the programs can be executed; on a fault the error shows the grid with the failing cell marked.
 
-        Always: each action is there once, on its rank, behind what it needs, and no ranks wait for each other.
+        Always: each action is there once, on its rank, behind what it needs, and no ranks wait for each other; and what
+        the programs gather, reduce, sum over shared weights and step is what they were lowered for, each in its place.
         ``comm`` adds communication under one way to deliver messages: ``"buffered"`` (a send never waits),
         ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
         queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
-        computations is posted together). ``capacity`` bounds the messages under way on a directed edge instead. A
+        computations is posted together). Instead, ``capacity`` bounds the messages under way on a directed edge. A
         schedule that is not lowered is lowered for that. ``None`` is what the schedule declares.
 
         With ``memory_cap`` no rank may hold more than that, where ``activation`` and ``stash`` are as in ``simulate``.
@@ -715,7 +717,7 @@ class PipelineSchedule:
         Raises ``PlanError`` for what torch has no form for: two chains, sequence slices, forward-only programs, tied
         reductions and optimizer steps.
         """
-    def with_programs(self, /, programs: SupportsGetItem[int, SupportsGetItem[int, Action | str]]) -> PipelineSchedule:
+    def with_programs(self, /, programs: Iterable[Iterable[Action | str]]) -> PipelineSchedule:
         """
         The same schedule with other programs: one list of actions (or of their texts) for each rank.
 
@@ -1070,8 +1072,15 @@ class Simulation:
     """
     When the actions of a schedule run, what is idle and what is held. Made by ``PipelineSchedule.simulate``.
 
-    Times and sizes are in the units of the costs.
+    Times and sizes are in the units of the costs. Frozen, comparable, hashable and picklable.
     """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[()]]:
+        """
+        A copy simulates again, which gives the same numbers.
+        """
     def __repr__(self, /) -> str: ...
     @property
     def bubble_makespan(self, /) -> float:
@@ -1168,8 +1177,25 @@ class SwapFile:
 class Synthesis:
     """
     A schedule that was made for given costs, and how far it can be from the best. Made by ``synthesize``.
+
+    Frozen, comparable, hashable and picklable.
     """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[PipelineSchedule, float, float, float, str]]: ...
     def __repr__(self, /) -> str: ...
+    @staticmethod
+    def _restored(
+        schedule: PipelineSchedule,
+        value: SupportsFloat | SupportsIndex,
+        lower_bound: SupportsFloat | SupportsIndex,
+        gap: SupportsFloat | SupportsIndex,
+        found_by: str,
+    ) -> Synthesis:
+        """
+        What pickle restores.
+        """
     @property
     def found_by(self, /) -> str:
         """

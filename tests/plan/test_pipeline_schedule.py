@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from typing import Any
@@ -180,17 +181,44 @@ def test_published_bubble_rates(row: tuple[Any, ...]) -> None:
 @settings(deadline=None, max_examples=40)
 @given(schedule=testing.schedules(lowered=None))
 def test_schedules_are_values(schedule: plan.PipelineSchedule) -> None:
-    for copy in (
+    for again in (
         plan.PipelineSchedule.from_text(schedule.to_text()),
         plan.PipelineSchedule.from_json(schedule.to_json()),
         pickle.loads(pickle.dumps(schedule)),
         schedule.with_programs([schedule.program(rank) for rank in range(schedule.num_ranks)]),
     ):
-        assert (copy, hash(copy), copy.digest()) == (schedule, hash(schedule), schedule.digest())
-        assert (copy.lowering, copy.gating, copy.comm) == (schedule.lowering, schedule.gating, schedule.comm)
+        assert (again, hash(again), again.digest()) == (schedule, hash(schedule), schedule.digest())
+        assert (again.lowering, again.gating, again.comm) == (schedule.lowering, schedule.gating, schedule.comm)
     assert schedule.name in schedule.explain()
     action = schedule.program(0)[0]
     assert pickle.loads(pickle.dumps(action)) == action
+
+
+@settings(deadline=None, max_examples=40)
+@given(schedule=testing.schedules(lowered=None), data=st.data())
+def test_simulations_are_values(schedule: plan.PipelineSchedule, data: st.DataObject) -> None:
+    run = schedule.simulate(**data.draw(testing.schedule_costs(schedule)))
+    for again in (pickle.loads(pickle.dumps(run)), copy.copy(run), copy.deepcopy(run)):
+        assert (again, hash(again), repr(again)) == (run, hash(run), repr(run))
+        assert (again.peak, again.busy, again.to_ascii()) == (run.peak, run.busy, run.to_ascii())
+        assert all(again.intervals(rank) == run.intervals(rank) for rank in range(schedule.num_ranks))
+
+
+def test_a_copy_of_a_simulation_has_the_same_links() -> None:
+    schedule = plan.pipeline_schedule("1f1b", 2, 2).lower()
+    links = {"latency": {(0, 1): 0.5}, "message": [8, 8], "bandwidth": 16, "overlap": False, "composite": 0.9}
+    run = schedule.simulate(1, [1, 2], 1, hop=0.1, fused_backward=1.5, stash=0.5, **links)
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert run != schedule.simulate(1, [1, 2], 1, hop=0.1, fused_backward=1.5, stash=0.5)
+
+
+def test_syntheses_are_values() -> None:
+    found = plan.synthesize(2, 4, 1, 2, 1, hop=0.1, memory_cap=2)
+    for again in (pickle.loads(pickle.dumps(found)), copy.copy(found), copy.deepcopy(found)):
+        assert (again, hash(again), repr(again)) == (found, hash(found), repr(found))
+        assert (again.schedule, again.value, again.gap) == (found.schedule, found.value, found.gap)
+        assert (again.lower_bound, again.found_by) == (found.lower_bound, found.found_by)
+    assert found != plan.synthesize(2, 4, 1, 2, 1, hop=0.2, memory_cap=2)
 
 
 def test_another_order_is_another_schedule() -> None:
@@ -263,8 +291,14 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate([1], 1, 1), "forward (a list of 1)"),
         (
             lambda: plan.pipeline_schedule("1f1b", 2, 2).check(comm="no"),
-            'unknown communication model "no"',
+            'model "no": expected one of buffered, directed, pair-fifo, one-fifo, blocking, batched',
         ),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(comm="Blocking"), '; did you mean "blocking"?'),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(comm="batch"), '; did you mean "batched"?'),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(comm="blocking", capacity=1), "give one of them"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(capacity=-1), "capacity is -1"),
+        (lambda: plan.pipeline_schedule("1F1B", 2, 2), '; did you mean "1f1b"?'),
+        (lambda: plan.pipeline_schedule("interleave", 2, 2), '; did you mean "interleaved"?'),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=1), "at most the cap of 1"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=float("nan")), "memory_cap = NaN"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(zero_stage=4), "zero_stage is 4"),
@@ -276,6 +310,12 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
         (lambda: plan.evaluation_schedule([0], 1, num_chains=3), "num_chains is 3: expected 1 or 2"),
         (lambda: one_rank("0F0", "1B0"), "rank 0, position 1, 1B0: there are stages 0 to 0 only"),
         (lambda: one_rank("0F0", "0B1"), "there are micro-batches 0 to 0 only"),
+        (lambda: one_rank("0F0", "0X0"), 'rank 0, position 1, "0X0": unknown action "X": expected one of F, B, I, W, '),
+        (lambda: one_rank("0F0", "0b0"), 'rank 0, position 1, "0b0": unknown action "b"'),
+        (lambda: one_rank("0F0", "0SENDF0"), 'did you mean "SEND_F"?'),
+        (lambda: one_rank("0F0", "0B00"), 'rank 0, position 1, "0B00": expected a micro-batch behind B, without'),
+        (lambda: one_rank("0F0", ""), 'rank 0, position 1, "": expected an action such as 2F0'),
+        (lambda: one_rank("0F0").with_programs([["0F0", "0B"]]), 'rank 0, position 1, "0B": expected a micro-batch'),
         (lambda: one_rank("0F0&"), "a composite joins compute actions"),
         (lambda: one_rank("0F0", name="a b"), 'schedule name "a b"'),
         (lambda: one_rank("0F0", gating="some"), 'unknown gating "some"'),
@@ -300,7 +340,9 @@ def test_bad_input_is_named(call: Any, text: str) -> None:
         (lambda: plan.pipeline_schedule("zb-v", 2, 2, costs=1), "costs are (forward, input_grad, weight_grad)"),
         (lambda: plan.pipeline_schedule("zb-v", 2, 2, costs={"fwd": 1}), 'unknown cost "fwd": expected forward,'),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate("a", 1, 1), "expected a number"),
-        (lambda: plan.PipelineSchedule([[1]], [0], 1), "a program is a list of actions"),
+        (lambda: plan.PipelineSchedule([[1]], [0], 1), "rank 0, position 0: a program is a list of actions"),
+        (lambda: plan.PipelineSchedule([["0F0"], "1F0"], [0, 1], 1), "rank 1: a program is a list of actions"),
+        (lambda: plan.PipelineSchedule([["0F0"], 7], [0, 1], 1), "rank 1: a program is a list of actions"),
         (lambda: one_rank("0F0", lowering={"zero": 1}), 'unknown option "zero" of a lowering'),
     ],
 )

@@ -118,6 +118,46 @@ def test_a_file_is_declared_for_the_strictest_communication_it_runs_under() -> N
         schedule.check(comm="pair-fifo")
 
 
+LOWERINGS = [
+    {"zero_stage": None},
+    {"zero_stage": 0},
+    {"zero_stage": 2, "reduce": "per-microbatch"},
+    {"zero_stage": 3, "max_unsharded": 1},
+    {"zero_stage": 3, "reduce": "per-microbatch", "max_unsharded": 3},
+]
+
+
+@pytest.mark.parametrize("options", LOWERINGS, ids=str)
+@pytest.mark.parametrize("waits", [True, False])
+@settings(deadline=None, max_examples=8)
+@given(schedule=testing.schedules([*IN_TORCH, "any-order"], max_ranks=4, max_microbatches=6))
+def test_every_action_travels_there_and_back(
+    schedule: plan.PipelineSchedule, options: dict[str, Any], waits: bool
+) -> None:
+    """Fault: a file read back for communication only, so that none of its other actions was checked."""
+    lowered = schedule.lower(**options)
+    text = lowered.to_torch_csv(waits=waits)
+    again = plan.PipelineSchedule.from_torch_csv(text)
+    again.check()
+    assert (texts(again), again.to_torch_csv(waits=waits)) == (texts(lowered), text)
+    assert again.is_lowered or (schedule.num_ranks == 1 and options["zero_stage"] is None)
+    said = again.lowering or {"zero_stage": None, "reduce": "once", "max_unsharded": 2}
+    assert said["max_unsharded"] <= max(2, options.get("max_unsharded", 2))
+    if schedule.num_microbatches > 1:  # with one, a reduction per micro-batch is one per step
+        assert (said["zero_stage"], said["reduce"]) == (options["zero_stage"], options.get("reduce", "once"))
+
+
+@pytest.mark.parametrize("kind", ["UNSHARD", "RESHARD", "REDUCE_GRAD"])
+def test_files_that_lack_an_action_for_sharding_do_not_pass(kind: str) -> None:
+    text = plan.pipeline_schedule("interleaved", 2, 4).lower(zero_stage=3).to_torch_csv(waits=False)
+    row, *rest = text.split("\r\n")
+    cells = row.split(",")
+    cells.remove(next(cell for cell in cells if cell.lstrip("0123456789") == kind))
+    schedule = plan.PipelineSchedule.from_torch_csv("\r\n".join([",".join(cells), *rest]))
+    with pytest.raises(PlanError, match=r"is missing|gathered"):
+        schedule.check()
+
+
 def test_waits_stand_where_torch_wants_them() -> None:
     schedule = plan.pipeline_schedule("1f1b", num_ranks=2, num_microbatches=2).lower(zero_stage=3)
     rows = [row.split(",") for row in schedule.to_torch_csv().split("\r\n")[:-1]]
@@ -150,6 +190,18 @@ def test_waits_stand_where_torch_wants_them() -> None:
         ("0F0,(0F1)OVERLAP_F_B\n", "line 1, column 5", "at least two parts"),
         ("0F0,0F99999999999\n", "line 1, column 5", "expected the number of a micro-batch"),
         ("99999999999F0\n", "line 1, column 1", "expected a stage"),
+        ("0F0,0F00\n", "line 1, column 5", "without leading zeros"),
+        ("0F0\n01F0\n", "line 2, column 1", "without leading zeros"),
+        ("0F0,\u00a00B0\n", "line 1, column 5", "is no action"),
+        ("0F0,0B0\u00a0\n", "line 1, column 5", "is no action"),
+        ("0F0,0B0\u3000\n", "line 1, column 5", "is no action"),
+        ("\ufeff0F0,0B0\n", "line 1, column 1", "is no action"),
+        ("0F0,\t0B0\n", "line 1, column 5", "is no action"),
+        ("0F0\r,0B0\n", "line 1, column 1", "is no action"),
+        ("0F0,0B+0\n", "line 1, column 5", "is no action"),
+        ("0F0,  0b0\n", "line 1, column 7", "did you mean B?"),
+        ("0F0,0SENDF0\n", "line 1, column 5", "did you mean SEND_F?"),
+        ("0F0,0REDUCE\n", "line 1, column 5", "it writes REDUCE_GRAD"),
     ],
 )
 def test_faults_are_named_with_their_place(text: str, place: str, reason: str) -> None:

@@ -4,6 +4,7 @@ use thiserror::Error;
 
 use crate::dtype::Dtype;
 use crate::schedule::check::Fault;
+use crate::schedule::named::nearest;
 
 /// The result of planning.
 pub type Result<T, E = PlanError> = std::result::Result<T, E>;
@@ -133,8 +134,8 @@ pub enum PlanError {
     #[error("bad placement of stages: {reason}")]
     BadPlacement { reason: String },
 
-    #[error("unknown {what} {name:?}: expected one of {known}")]
-    UnknownName { what: &'static str, name: String, known: String },
+    #[error("unknown {what} {name:?}: expected one of {known}{guess}")]
+    UnknownName { what: &'static str, name: String, known: String, guess: String },
 
     #[error("schedule name {name:?}: expected 1 to 100 letters, digits, '.', '_' or '-'")]
     BadScheduleName { name: String },
@@ -177,6 +178,11 @@ pub enum PlanError {
 
     #[error("schedule {name:?} has no sends and receives to check: lower it first")]
     NotLowered { name: String },
+
+    #[error(
+        "comm and capacity are two ways to deliver messages: give one of them (capacity is that of directed edges)"
+    )]
+    TwoDeliveries,
 
     #[error("{0}")]
     InvalidSchedule(Box<Fault>),
@@ -248,6 +254,14 @@ impl PlanError {
     #[must_use]
     pub fn num_stages(value: impl Into<i128>) -> Self {
         Self::OutOfRange { what: "number of stages", value: value.into(), expected: "1 to 2^24" }
+    }
+
+    /// A name that is none of those known, with the one that it may be meant for.
+    #[must_use]
+    pub fn unknown_name(what: &'static str, name: &str, known: &[&str]) -> Self {
+        let guess = nearest(name, known.iter().copied());
+        let guess = guess.map_or(String::new(), |guess| format!("; did you mean {guess:?}?"));
+        Self::UnknownName { what, name: name.to_owned(), known: known.join(", "), guess }
     }
 
     /// The same error, with the name of the parameter in front.

@@ -2,8 +2,9 @@
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 #[cfg(feature = "stubs")]
-use pyo3::{PyTypeCheck, inspect::PyStaticExpr, type_hint_identifier, type_hint_union};
+use pyo3::{PyTypeCheck, inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::{Action, ActionKind};
 
@@ -95,25 +96,57 @@ impl PyAction {
     }
 }
 
-/// An action, or its text.
-pub(crate) struct ActionLike(pub(crate) Action);
+/// The programs of all ranks: for each a list of actions or of their texts.
+pub(crate) struct Programs(pub(crate) Vec<Vec<Action>>);
 
-impl<'py> FromPyObject<'_, 'py> for ActionLike {
+impl<'py> FromPyObject<'_, 'py> for Programs {
     type Error = PyErr;
 
     #[cfg(feature = "stubs")]
-    const INPUT_TYPE: PyStaticExpr = type_hint_union!(PyAction::TYPE_HINT, type_hint_identifier!("builtins", "str"));
+    const INPUT_TYPE: PyStaticExpr = type_hint_subscript!(
+        type_hint_identifier!("collections.abc", "Iterable"),
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Iterable"),
+            type_hint_union!(PyAction::TYPE_HINT, type_hint_identifier!("builtins", "str"))
+        )
+    );
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(action) = object.cast::<PyAction>() {
-            return Ok(Self(action.get().0));
-        }
-        match object.extract::<&str>() {
-            Ok(text) => Ok(Self(text.parse().map_err(|error: PlanError| CoreError::from(error))?)),
-            Err(_) => Err(PyTypeError::new_err(format!(
-                "a program is a list of actions or of their texts such as \"2F0\", got {:?}",
-                object.to_owned()
-            ))),
-        }
+        let programs = object.try_iter()?.enumerate();
+        programs.map(|(rank, actions)| program(rank, &actions?)).collect::<PyResult<_>>().map(Self)
     }
+}
+
+fn program(rank: usize, actions: &Bound<'_, PyAny>) -> PyResult<Vec<Action>> {
+    let refused = || {
+        PyTypeError::new_err(format!(
+            "rank {rank}: a program is a list of actions or of their texts such as [\"2F0\"], got {actions:?}"
+        ))
+    };
+    if actions.is_instance_of::<PyString>() {
+        return Err(refused());
+    }
+    let actions = actions.try_iter().map_err(|_| refused())?.enumerate();
+    actions.map(|(position, given)| action(rank, position, &given?)).collect()
+}
+
+fn action(rank: usize, position: usize, given: &Bound<'_, PyAny>) -> PyResult<Action> {
+    if let Ok(action) = given.cast::<PyAction>() {
+        return Ok(action.get().0);
+    }
+    let Ok(text) = given.extract::<&str>() else {
+        return Err(PyTypeError::new_err(format!(
+            "rank {rank}, position {position}: a program is a list of actions or of their texts such as \"2F0\", got \
+             {given:?}"
+        )));
+    };
+    let placed = |error| match error {
+        PlanError::BadScheduleText { reason, .. } => {
+            let action = format!("{text:?}");
+            let bare = reason.strip_prefix(&format!("{action}: ")).map(str::to_owned);
+            PlanError::BadAction { rank, position, action, reason: bare.unwrap_or(reason) }
+        }
+        other => other,
+    };
+    text.parse().map_err(|error| CoreError::from(placed(error)).into())
 }

@@ -11,7 +11,7 @@ use shardcore_plan::schedule::{
     Action, CommModel, CostSpec, Costs, Gating, Header, Lowering, Placement, Schedule, ScheduleName, generate,
 };
 
-use crate::action::{ActionLike, PyAction};
+use crate::action::{Programs, PyAction};
 use crate::error::CoreError;
 use crate::gil;
 use crate::numbers::{Number, Whole};
@@ -28,7 +28,8 @@ use crate::simulation::PySimulation;
 /// ``num_microbatches``, ``num_slices`` and ``num_chains``. ``gating`` says when the parts of a composite start:
 /// ``"all"`` inputs are there, or each part's ``"own"``. ``comm`` is the strictest communication under which the
 /// lowered program is declared to run. Programs with more than compute are lowered; ``lowering`` is what for, as the
-/// property of that name gives it (``None``: communication only).
+/// property of that name gives it (``None``: what their actions say, so gathers mean ``zero_stage`` 3, sums over shared
+/// weights one tied group, and the bounds are those that the programs reach).
 ///
 /// The constructor checks that every action is in range; ``check`` whether the order can be executed. Frozen,
 /// comparable, hashable and picklable.
@@ -49,7 +50,7 @@ impl PyPipelineSchedule {
     #[expect(clippy::too_many_arguments, reason = "one for each field of the header")]
     fn new(
         py: Python<'_>,
-        programs: Vec<Vec<ActionLike>>,
+        programs: Programs,
         placement: Vec<Whole>,
         num_microbatches: Whole,
         name: &str,
@@ -67,17 +68,15 @@ impl PyPipelineSchedule {
             gating: Gating::from_name(gating).map_err(CoreError::from)?,
             comm: CommModel::from_name(comm).map_err(CoreError::from)?,
         };
-        let programs = actions(programs);
-        gil::run(py, || assembled(header, programs, lowering.map(|given| given.0))).map(Self::from)
+        gil::run(py, || assembled(header, programs.0, lowering.map(|given| given.0))).map(Self::from)
     }
 
     /// The same schedule with other programs: one list of actions (or of their texts) for each rank.
     ///
     /// Raises ``PlanError`` where an action is out of range.
-    fn with_programs(&self, py: Python<'_>, programs: Vec<Vec<ActionLike>>) -> PyResult<Self> {
-        let programs = actions(programs);
+    fn with_programs(&self, py: Python<'_>, programs: Programs) -> PyResult<Self> {
         let (header, lowering) = (self.0.header().clone(), self.0.lowering().cloned());
-        gil::run(py, || assembled(header, programs, lowering)).map(Self::from)
+        gil::run(py, || assembled(header, programs.0, lowering)).map(Self::from)
     }
 
     /// Name of the generator, or the user's.
@@ -246,11 +245,12 @@ impl PyPipelineSchedule {
 
     /// Checks that the programs can be executed; on a fault the error shows the grid with the failing cell marked.
     ///
-    /// Always: each action is there once, on its rank, behind what it needs, and no ranks wait for each other.
+    /// Always: each action is there once, on its rank, behind what it needs, and no ranks wait for each other; and what
+    /// the programs gather, reduce, sum over shared weights and step is what they were lowered for, each in its place.
     /// ``comm`` adds communication under one way to deliver messages: ``"buffered"`` (a send never waits),
     /// ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
     /// queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
-    /// computations is posted together). ``capacity`` bounds the messages under way on a directed edge instead. A
+    /// computations is posted together). Instead, ``capacity`` bounds the messages under way on a directed edge. A
     /// schedule that is not lowered is lowered for that. ``None`` is what the schedule declares.
     ///
     /// With ``memory_cap`` no rank may hold more than that, where ``activation`` and ``stash`` are as in ``simulate``.
@@ -365,10 +365,9 @@ fn lowered_with_room(schedule: &Schedule, options: &Lowering, costs: Option<&Cos
 /// The way to deliver messages; ``None`` for what the schedule declares.
 fn delivery(comm: Option<&str>, capacity: Option<Whole>) -> Result<Option<Delivery>, CoreError> {
     match (comm, capacity) {
-        (_, Some(messages)) => Ok(Some(Delivery::Capacity(messages.fit("capacity", "0 to 2^32 - 1")?))),
-        (Some("batched"), None) => Ok(Some(Delivery::Batched)),
-        (Some(name), None) => Ok(Some(CommModel::from_name(name)?.into())),
-        (None, None) => Ok(None),
+        (Some(_), Some(_)) => Err(PlanError::TwoDeliveries.into()),
+        (None, Some(messages)) => Ok(Some(Delivery::Capacity(messages.fit("capacity", "0 to 2^32 - 1 messages")?))),
+        (comm, None) => Ok(comm.map(Delivery::from_name).transpose()?),
     }
 }
 
@@ -389,17 +388,13 @@ fn placed(placement: Vec<Whole>, num_chains: Whole) -> Result<Placement, CoreErr
     Ok(Placement::new(ranks(placement)?, chains)?)
 }
 
-/// Plain programs from those of Python.
-fn actions(programs: Vec<Vec<ActionLike>>) -> Vec<Vec<Action>> {
-    programs.into_iter().map(|program| program.into_iter().map(|action| action.0).collect()).collect()
-}
-
 /// Programs with more than compute are lowered ones.
 fn assembled(header: Header, programs: Vec<Vec<Action>>, lowering: Option<Lowering>) -> Result<Schedule, PlanError> {
     let only_compute = programs.iter().flatten().all(|action| action.kind.is_compute());
     match lowering {
         None if only_compute => Schedule::new(header, programs),
-        lowering => Schedule::new_lowered(header, programs, lowering.unwrap_or_default()),
+        None => Ok(Schedule::new_lowered(header, programs, Lowering::default())?.with_inferred_lowering()),
+        Some(lowering) => Schedule::new_lowered(header, programs, lowering),
     }
 }
 

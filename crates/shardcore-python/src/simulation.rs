@@ -1,30 +1,38 @@
 //! `shardcore.plan`: what a pipeline schedule takes, as a frozen Python object.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::render;
 use shardcore_plan::schedule::simulate::{Network, Simulation, simulate_on};
-use shardcore_plan::schedule::{CostSpec, Costs, Schedule};
+use shardcore_plan::schedule::{Amount, CostSpec, Costs, Schedule};
 
 use crate::error::CoreError;
 use crate::gil;
 use crate::numbers::{Number, Whole};
+use crate::schedule::PyPipelineSchedule;
 
 /// When the actions of a schedule run, what is idle and what is held. Made by ``PipelineSchedule.simulate``.
 ///
-/// Times and sizes are in the units of the costs.
-#[pyclass(frozen, name = "Simulation", module = "shardcore.plan")]
+/// Times and sizes are in the units of the costs. Frozen, comparable, hashable and picklable.
+#[pyclass(frozen, eq, name = "Simulation", module = "shardcore.plan")]
+#[derive(PartialEq)]
 pub(crate) struct PySimulation {
     schedule: Arc<Schedule>,
+    /// What was simulated with: a copy simulates again.
+    spec: CostSpec,
+    network: Network,
     run: Simulation,
 }
 
 impl PySimulation {
     pub(crate) fn of(schedule: &Arc<Schedule>, spec: &CostSpec, network: &Network) -> Result<Self, PlanError> {
         let costs = Costs::new(spec, schedule.placement(), schedule.header().num_slices)?;
-        Ok(Self { schedule: Arc::clone(schedule), run: simulate_on(schedule, &costs, network)? })
+        let run = simulate_on(schedule, &costs, network)?;
+        Ok(Self { schedule: Arc::clone(schedule), spec: spec.clone(), network: network.clone(), run })
     }
 
     /// What a list over ranks has for one of them.
@@ -111,6 +119,39 @@ impl PySimulation {
             return Err(CoreError::from(PlanError::BadCost { what, expected }).into());
         }
         gil::run_infallible(py, || render::perfetto(&self.schedule, &self.run, microseconds))
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.schedule, self.run.makespan.to_bits(), self.run.span.to_bits()).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// A copy simulates again, which gives the same numbers.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, ())> {
+        let (spec, network) = (&self.spec, &self.network);
+        let costs = PyDict::new(py);
+        let set = |key: &str, amount: Option<&Amount>| match amount {
+            None => costs.set_item(key, py.None()),
+            Some(Amount::PerRank(value)) => costs.set_item(key, value),
+            Some(Amount::PerStage(values)) => costs.set_item(key, values),
+        };
+        set("forward", Some(&spec.forward))?;
+        set("input_grad", Some(&spec.input_grad))?;
+        set("weight_grad", Some(&spec.weight_grad))?;
+        set("fused_backward", spec.fused_backward.as_ref())?;
+        set("activation", Some(&spec.activation))?;
+        set("stash", spec.stash.as_ref())?;
+        costs.set_item("hop", spec.hop)?;
+        costs.set_item("latency", network.latency.clone())?;
+        costs.set_item("message", network.message.clone())?;
+        costs.set_item("bandwidth", network.bandwidth)?;
+        costs.set_item("overlap", network.overlap)?;
+        costs.set_item("composite", network.composite)?;
+        let simulate = py.get_type::<PyPipelineSchedule>().getattr("simulate")?;
+        let schedule = PyPipelineSchedule(Arc::clone(&self.schedule));
+        let again = py.import("functools")?.getattr("partial")?.call((simulate, schedule), Some(&costs))?;
+        Ok((again, ()))
     }
 
     fn __repr__(&self) -> String {

@@ -1,12 +1,15 @@
 //! `shardcore.plan`: schedules made for given costs.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::synthesize::{Request, Synthesis, synthesize as make};
-use shardcore_plan::schedule::{Objective, Placement};
+use shardcore_plan::schedule::{Objective, Placement, Schedule};
 
 use crate::error::CoreError;
 use crate::gil;
@@ -14,22 +17,28 @@ use crate::numbers::{Number, Whole};
 use crate::schedule::PyPipelineSchedule;
 use crate::schedule_args::{PyAmount, cost_spec, count, ranks};
 
+/// What a synthesis consists of: its properties, in their order.
+type Parts = (PyPipelineSchedule, f64, f64, f64, String);
+
 /// A schedule that was made for given costs, and how far it can be from the best. Made by ``synthesize``.
-#[pyclass(frozen, name = "Synthesis", module = "shardcore.plan")]
+///
+/// Frozen, comparable, hashable and picklable.
+#[pyclass(frozen, eq, name = "Synthesis", module = "shardcore.plan")]
+#[derive(PartialEq)]
 pub(crate) struct PySynthesis {
-    schedule: Py<PyPipelineSchedule>,
+    schedule: Arc<Schedule>,
     value: f64,
     lower_bound: f64,
     gap: f64,
-    found_by: &'static str,
+    found_by: String,
 }
 
 #[pymethods]
 impl PySynthesis {
     /// The best schedule found.
     #[getter]
-    fn schedule(&self, py: Python<'_>) -> Py<PyPipelineSchedule> {
-        self.schedule.clone_ref(py)
+    fn schedule(&self) -> PyPipelineSchedule {
+        PyPipelineSchedule(Arc::clone(&self.schedule))
     }
 
     /// What the schedule takes: its makespan or span, as asked for.
@@ -52,8 +61,31 @@ impl PySynthesis {
 
     /// What found it: the name of a schedule, ``list-scheduling`` or ``local-search``.
     #[getter]
-    fn found_by(&self) -> &'static str {
-        self.found_by
+    fn found_by(&self) -> &str {
+        &self.found_by
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.schedule, self.value.to_bits(), self.lower_bound.to_bits(), &self.found_by).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// What pickle restores.
+    #[staticmethod]
+    fn _restored(
+        schedule: &Bound<'_, PyPipelineSchedule>,
+        value: f64,
+        lower_bound: f64,
+        gap: f64,
+        found_by: String,
+    ) -> Self {
+        Self { schedule: Arc::clone(&schedule.get().0), value, lower_bound, gap, found_by }
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Parts)> {
+        let restored = py.get_type::<Self>().getattr("_restored")?;
+        Ok((restored, (self.schedule(), self.value, self.lower_bound, self.gap, self.found_by.clone())))
     }
 
     fn __repr__(&self) -> String {
@@ -143,8 +175,7 @@ pub(crate) fn synthesize(
         objective: parse_objective(objective)?,
     };
     let Synthesis { schedule, value, lower_bound, gap, found_by } = gil::run(py, || make(&request))?;
-    let schedule = Py::new(py, PyPipelineSchedule::from(schedule))?;
-    Ok(PySynthesis { schedule, value, lower_bound, gap, found_by })
+    Ok(PySynthesis { schedule: Arc::new(schedule), value, lower_bound, gap, found_by: found_by.to_owned() })
 }
 
 /// The placement that was asked for, by default one stage a rank.
@@ -162,9 +193,6 @@ fn parse_objective(name: &str) -> Result<Objective, CoreError> {
     match name {
         "makespan" => Ok(Objective::Makespan),
         "span" => Ok(Objective::Span),
-        _ => {
-            let (what, known) = ("objective", "makespan, span".to_owned());
-            Err(PlanError::UnknownName { what, name: name.to_owned(), known }.into())
-        }
+        _ => Err(PlanError::unknown_name("objective", name, &["makespan", "span"]).into()),
     }
 }

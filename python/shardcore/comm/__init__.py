@@ -5,7 +5,7 @@ values by :mod:`agree`. Each collective is recorded in program order, so that ra
 """
 
 from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
-from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
+from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, note_alike, sum_over_ranks
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
@@ -61,6 +61,7 @@ __all__ = [
     "gather_shards",
     "max_over_ranks",
     "name_of_next_model",
+    "note_alike",
     "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",

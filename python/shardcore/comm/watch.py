@@ -396,8 +396,9 @@ def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, st
     sequence, mine, other = difference
     error = RankMismatchError(
         f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
-        f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; check for "
-        "branches that depend on the rank or on its data"
+        f"'{mine}', rank {rank} runs '{other}'. Every rank must make the same calls of the model, "
+        "backward, step, summon, state_dict and load_state_dict (with the same values) in the same order; look for one "
+        "more on a rank, and for branches that depend on the rank or on its data"
     )
     report_failure(error)
     try:

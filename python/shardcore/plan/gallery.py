@@ -159,6 +159,26 @@ all of them.
 
 ![evaluation on a V]({folder}/evaluation.svg)
 
+## Programs with communication
+
+`lower()` adds messages, and with its options gathers, reductions, sums over weights that stages share, and optimizer
+steps. A program of your own may hold them as well. `check()` then holds it to what it was lowered for: no kind of
+action that the options do not have; each reduction, sum and step once, behind the gradients that it needs; parameters
+gathered where a stage computes, and no more stages at once than `max_unsharded`; no more receives posted ahead than
+`receives_ahead`; and no ranks that wait for each other, in messages or in sums.
+
+```python
+from shardcore import plan
+
+first = ["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0TIED_REDUCE", "0REDUCE", "0OPTIM"]
+last = ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1TIED_REDUCE", "1REDUCE", "1OPTIM"]
+options = {"zero_stage": 1, "optimizer": "barrier", "tied": [[0, 1]]}  # as keyword arguments of lower()
+plan.PipelineSchedule([first, last], [0, 1], num_microbatches=1, lowering=options).check()
+assert plan.PipelineSchedule([first, last], [0, 1], num_microbatches=1).lowering["tied"] == [[0, 1]]
+```
+
+Without `lowering`, as in a file of torch's, the options are those that the actions themselves suggest.
+
 ## Layers into stages
 
 `plan.partition_layers(weights, num_parts)` makes the heaviest stage as light as it can be; no stage is ever empty,

@@ -77,6 +77,10 @@ def _before_load(module: nn.Module, state_dict: Any, prefix: str, metadata: dict
         if slot is not None:
             slot.group.root.check_here("lp_params", "hp_params", what="load_state_dict")
             slot.group.loading.add(slot.index)
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        slot, value = find_slot(param), state_dict.get(prefix + name)
+        if slot is not None and isinstance(value, torch.Tensor):
+            comm.note_alike(slot.group.root.data_axis, "load_state_dict of", slot.name, value)
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:

@@ -35,7 +35,7 @@ pub mod torch_csv;
 
 mod flow;
 mod list;
-mod named;
+pub(crate) mod named;
 
 pub use action::{Action, ActionKind};
 pub use costs::{Amount, CostSpec, Costs};

@@ -1,4 +1,4 @@
-//! Enums whose values have a name in text.
+//! Enums whose values have a name in text, and what a name that is none was meant to be.
 
 /// Gives an enum `ALL`, `name`, `from_name` and `Display` from one list.
 macro_rules! named {
@@ -21,11 +21,7 @@ macro_rules! named {
             /// [`PlanError::UnknownName`](crate::PlanError::UnknownName).
             pub fn from_name(name: &str) -> $crate::Result<Self> {
                 let found = Self::ALL.iter().copied().find(|value| value.name() == name);
-                found.ok_or_else(|| $crate::PlanError::UnknownName {
-                    what: $what,
-                    name: name.to_owned(),
-                    known: [$($name),+].join(", "),
-                })
+                found.ok_or_else(|| $crate::PlanError::unknown_name($what, name, &[$($name),+]))
             }
         }
 
@@ -38,3 +34,34 @@ macro_rules! named {
 }
 
 pub(crate) use named;
+
+/// The known name that is most like one that is not known: in other case, without its separators, cut off, or with a
+/// few letters missing, added or changed.
+pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let plain = |name: &str| -> Vec<char> {
+        name.chars().filter(|letter| letter.is_alphanumeric()).map(|letter| letter.to_ascii_lowercase()).collect()
+    };
+    let wanted = plain(name);
+    let close = |known: &'a str| {
+        let letters = plain(known);
+        let distance = distance(&wanted, &letters);
+        let is_start = wanted.len() >= 3 && letters.starts_with(&wanted);
+        (is_start || distance <= wanted.len().min(letters.len()) / 3).then_some((distance, known))
+    };
+    known.into_iter().filter_map(close).min_by_key(|&(distance, _)| distance).map(|(_, known)| known)
+}
+
+/// How many letters must be added, left out or changed to make one of the other (Wagner and Fischer, "The
+/// string-to-string correction problem", 1974).
+fn distance(one: &[char], other: &[char]) -> usize {
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (at, letter) in one.iter().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], at + 1);
+        for (column, wanted) in other.iter().enumerate() {
+            let changed = diagonal + usize::from(letter != wanted);
+            diagonal = row[column + 1];
+            row[column + 1] = changed.min(row[column] + 1).min(diagonal + 1);
+        }
+    }
+    row[other.len()]
+}

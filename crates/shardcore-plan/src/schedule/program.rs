@@ -160,6 +160,13 @@ impl Schedule {
         Self { header: Header { comm, ..self.header }, ..self }
     }
 
+    /// The same programs as a schedule that was lowered for what they say themselves: for those that come without. See
+    /// [`Lowering::inferred`].
+    #[must_use]
+    pub fn with_inferred_lowering(self) -> Self {
+        Self { lowered: Some(Lowering::inferred(&self)), ..self }
+    }
+
     fn checked(header: Header, programs: Vec<Vec<Action>>, lowered: Option<Lowering>) -> Result<Self> {
         header.check()?;
         lowered.as_ref().map_or(Ok(()), |lowering| lowering.check(&header.placement))?;

@@ -11,7 +11,9 @@ use std::fmt::Write as _;
 
 use super::action::{Action, ActionKind};
 use super::check::strictest_communication;
+use super::format::split_number;
 use super::lower::{Lowering, with_slots};
+use super::named::nearest;
 use super::placement::Placement;
 use super::program::{Gating, Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -43,7 +45,7 @@ impl Schedule {
         }
         let mut text = String::new();
         for (rank, program) in self.programs().iter().enumerate() {
-            let unknown = |action: &&Action| matches!(action.kind, ActionKind::TiedReduce | ActionKind::Optimizer);
+            let unknown = |action: &&Action| name_of(action.kind).is_none();
             if let Some(action) = program.iter().find(unknown) {
                 return cannot(&format!("rank {rank} has {action}, which torch leaves to the caller"));
             }
@@ -54,7 +56,8 @@ impl Schedule {
     }
 
     /// Reads torch's CSV. Ranks are lines; stages and micro-batches are those that appear. A file with communication is
-    /// declared for the strictest way of delivery under which it runs.
+    /// declared for the strictest way of delivery under which it runs, and lowered for what its actions say
+    /// ([`Lowering::inferred`]). Spaces around a cell are as torch reads them; every other letter counts.
     ///
     /// # Errors
     /// [`PlanError::BadScheduleText`] naming line and column; [`PlanError::BadScheduleName`].
@@ -101,8 +104,7 @@ fn row(program: &[Action], waits: bool) -> Vec<String> {
 }
 
 fn cell(action: Action) -> String {
-    let mut text =
-        format!("{}{}", action.stage, if action.kind == ActionKind::Reduce { REDUCE } else { action.kind.name() });
+    let mut text = format!("{}{}", action.stage, name_of(action.kind).unwrap_or_default());
     if action.kind.has_microbatch() {
         let _ = write!(text, "{}", action.microbatch); // Writing to a String cannot fail.
     }
@@ -136,9 +138,9 @@ impl File {
         let mut open = BTreeSet::new();
         let mut column = 1;
         for cell in text.split(',') {
-            let start = column + cell.chars().count() - cell.trim_start().chars().count();
+            let start = column + cell.len() - cell.trim_start_matches(' ').len();
             let place = Place { line, column: start };
-            match cell.trim() {
+            match cell.trim_matches(' ') {
                 "" | "\"\"" => {} // An idle step; Python's csv module quotes it where a line has no other cell.
                 inner => self.read_cell(place, inner, &mut program, &mut open)?,
             }
@@ -237,7 +239,8 @@ impl File {
         if !self.lowered {
             return Schedule::new(header, self.programs);
         }
-        let schedule = with_slots(&Schedule::new_lowered(header, self.programs, Lowering::default())?)?;
+        let schedule = Schedule::new_lowered(header, self.programs, Lowering::default())?;
+        let schedule = with_slots(&schedule.with_inferred_lowering())?;
         Ok(match strictest_communication(&schedule) {
             Some(comm) => schedule.declared_for(comm),
             None => schedule, // It runs under none, as `check` will say.
@@ -260,24 +263,21 @@ impl Place {
 
 fn parse(place: Place, text: &str) -> Result<Cell> {
     let wrong = |reason: &str| place.wrong(format!("{text:?} is no action: {reason}"));
-    let (stage, rest) = split_digits(text);
+    let form = "expected a stage, a kind and a micro-batch, such as 2F0, numbers without leading zeros";
+    let (stage, rest) = split_number(text).ok_or_else(|| wrong(form))?;
     let (name, microbatch) = rest.split_at(rest.trim_end_matches(|letter: char| letter.is_ascii_digit()).len());
-    let stage: u32 = stage.parse().map_err(|_| wrong("expected a stage, a kind and a micro-batch, such as 2F0"))?;
-    let (name, waits) = match name.strip_prefix(WAIT) {
-        Some(name) => (name, true),
+    let (bare, waits) = match name.strip_prefix(WAIT) {
+        Some(bare) => (bare, true),
         None => (name, false),
     };
-    let kind = match name {
-        REDUCE => ActionKind::Reduce,
-        "REDUCE" | "TIED_REDUCE" | "OPTIM" => return Err(wrong("torch has no such kind")),
-        name => {
-            ActionKind::from_name(name).map_err(|_| wrong("expected a kind that torch knows, such as F or SEND_B"))?
-        }
-    };
+    let kind = kind_of(bare).map_err(|reason| wrong(&reason))?;
     let microbatch = match (kind.has_microbatch(), microbatch) {
         (false, "") => 0,
         (false, _) => return Err(wrong("this kind takes no micro-batch")),
-        (true, digits) => digits.parse().map_err(|_| wrong("expected the number of a micro-batch at its end"))?,
+        (true, digits) => match split_number(digits) {
+            Some((number, "")) => number,
+            _ => return Err(wrong("expected the number of a micro-batch at its end, without leading zeros")),
+        },
     };
     let action = Action::new(kind, stage, microbatch);
     match (waits, kind) {
@@ -288,7 +288,26 @@ fn parse(place: Place, text: &str) -> Result<Cell> {
     }
 }
 
-/// The digits in front, and the rest.
-fn split_digits(text: &str) -> (&str, &str) {
-    text.split_at(text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len()))
+/// The kind of that name in torch, or why there is none.
+fn kind_of(name: &str) -> Result<ActionKind, String> {
+    let known = ActionKind::ALL.iter().filter_map(|&kind| Some((name_of(kind)?, kind)));
+    if let Some((_, kind)) = known.clone().find(|&(known, _)| known == name) {
+        return Ok(kind);
+    }
+    if let Ok(kind) = ActionKind::from_name(name) {
+        let form = name_of(kind).map_or(String::new(), |known| format!(", it writes {known}"));
+        return Err(format!("torch has no such kind{form}"));
+    }
+    let guess = nearest(name, known.map(|(known, _)| known));
+    let guess = guess.map_or(String::new(), |guess| format!("; did you mean {guess}?"));
+    Err(format!("expected a kind that torch knows, such as F or SEND_B{guess}"))
+}
+
+/// The name of a kind in torch, where it has one.
+fn name_of(kind: ActionKind) -> Option<&'static str> {
+    match kind {
+        ActionKind::Reduce => Some(REDUCE),
+        ActionKind::TiedReduce | ActionKind::Optimizer => None,
+        kind => Some(kind.name()),
+    }
 }

@@ -134,6 +134,9 @@ impl Graph {
 
 /// The actions at which a rank stands: none at its end.
 fn stands_at(run: &Run, rank: usize) -> Vec<Node> {
+    if let Some(sum) = run.sums.meets_at(rank) {
+        return vec![(rank, sum)];
+    }
     let program = &run.schedule.programs()[rank];
     let position = run.position[rank];
     let next = program.get(position);
@@ -156,6 +159,9 @@ fn waits(run: &Run, node: Node) -> Vec<(Node, Node)> {
     let program = &run.schedule.programs()[rank];
     if is_message(program[position].kind) {
         return message_waits(run, node);
+    }
+    if program[position].kind == ActionKind::TiedReduce {
+        return sum_waits(run, program[position].stage);
     }
     let end = crate::schedule::simulate::composite_end(program, position);
     let lacking = program[position..end].iter().filter(|part| run.lacks(part).is_some());
@@ -208,6 +214,18 @@ fn message_waits(run: &Run, node: Node) -> Vec<(Node, Node)> {
 /// An action that its rank has not reached stands behind everything at which the rank stands.
 fn behind(run: &Run, needs: Node) -> Vec<(Node, Node)> {
     stands_at(run, needs.0).into_iter().map(|at| (needs, at)).collect()
+}
+
+/// A sum over shared weights waits for the stages that have not joined it.
+fn sum_waits(run: &Run, stage: u32) -> Vec<(Node, Node)> {
+    let Some(group) = run.sums.latest(stage) else { return Vec::new() };
+    let joins = |other: u32| {
+        let rank = run.flow.rank[other as usize] as usize;
+        let is_sum = |action: &Action| action.kind == ActionKind::TiedReduce && action.stage == other;
+        let sums = run.schedule.programs()[rank].iter().enumerate().filter(|(_, action)| is_sum(action));
+        sums.map(|(position, _)| (rank, position)).nth(run.sums.turn(other, group)?)
+    };
+    run.sums.missing(group).filter_map(joins).flat_map(|needs| behind(run, needs)).collect()
 }
 
 fn find(run: &Run, rank: usize, wanted: impl Fn(&Action) -> bool) -> Option<Node> {

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::flow::{Flow, NO_STAGE};
+use crate::schedule::lower::Ties;
 use crate::schedule::program::{CommModel, Gating, Schedule};
 use crate::schedule::simulate::composite_end;
 
@@ -30,13 +32,26 @@ pub enum Delivery {
     /// One rendezvous channel per pair of ranks, for both directions.
     PairFifo,
     /// One queue per rank for all its sends and receives. What a rank computes behind a message reaches others only by
-    /// messages that the queue holds back, so this refuses the programs that `Blocking` refuses.
+    /// messages that the queue holds back, so this refuses the programs that `Blocking` refuses, unless ranks meet in
+    /// sums over shared weights as well.
     OneFifo,
     /// Each send and receive waits for its partner before the rank goes on.
     Blocking,
 }
 
 impl Delivery {
+    /// The way to deliver messages of that name; all but `Capacity` have one.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], which lists them.
+    pub fn from_name(name: &str) -> Result<Self> {
+        let named = CommModel::ALL.iter().map(|&model| Self::from(model)).chain([Self::Batched]);
+        named.clone().find(|delivery| delivery.name() == name).ok_or_else(|| {
+            let known: Vec<&str> = named.map(Self::name).collect();
+            PlanError::unknown_name("communication model", name, &known)
+        })
+    }
+
     /// The name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -113,6 +128,54 @@ pub(super) fn is_message(kind: ActionKind) -> bool {
     kind.is_send() || kind.is_recv()
 }
 
+/// Sums over shared weights, in which the ranks that hold them meet.
+pub(super) struct Sums {
+    pub(super) ties: Ties,
+    /// How many sums each stage has joined.
+    joined: Vec<usize>,
+    /// Where each rank waits for the other ranks of a sum.
+    meets: Vec<Option<usize>>,
+}
+
+impl Sums {
+    fn of(schedule: &Schedule) -> Self {
+        let (num_stages, num_ranks) = (schedule.num_stages() as usize, schedule.num_ranks() as usize);
+        Self { ties: Ties::of(schedule), joined: vec![0; num_stages], meets: vec![None; num_ranks] }
+    }
+
+    /// The group whose sum the stage joins now.
+    fn join(&mut self, stage: u32) -> Option<u32> {
+        let turn = &mut self.joined[stage as usize];
+        *turn += 1;
+        self.ties.of_stage(stage).get(*turn - 1).copied()
+    }
+
+    /// Where a rank waits for the other ranks of a sum.
+    pub(super) fn meets_at(&self, rank: usize) -> Option<usize> {
+        self.meets[rank]
+    }
+
+    /// The group whose sum a stage joined last.
+    pub(super) fn latest(&self, stage: u32) -> Option<u32> {
+        let turn = self.joined[stage as usize].checked_sub(1)?;
+        self.ties.of_stage(stage).get(turn).copied()
+    }
+
+    /// The stages of a group that have not joined its sum.
+    pub(super) fn missing(&self, group: u32) -> impl Iterator<Item = u32> {
+        let absent = move |stage: &u32| {
+            let joined = &self.ties.of_stage(*stage)[..self.joined[*stage as usize]];
+            !joined.contains(&group)
+        };
+        self.ties.stages(group).iter().copied().filter(absent)
+    }
+
+    /// Which `TIED_REDUCE` of a stage is for a group, counted from 0.
+    pub(super) fn turn(&self, stage: u32, group: u32) -> Option<usize> {
+        self.ties.of_stage(stage).iter().position(|&other| other == group)
+    }
+}
+
 /// A run of a schedule of valid structure.
 pub(super) struct Run<'a> {
     pub(super) schedule: &'a Schedule,
@@ -128,6 +191,7 @@ pub(super) struct Run<'a> {
     outstanding: Vec<u32>,
     /// The lane that holds a rank up because it is full.
     pub(super) full: Vec<Option<usize>>,
+    pub(super) sums: Sums,
     idle: Vec<bool>,
     runnable: Vec<usize>,
     touched: Vec<usize>,
@@ -152,6 +216,7 @@ impl<'a> Run<'a> {
             there: vec![false; 2 * flow.num_cells()],
             outstanding: vec![0; num_ranks],
             full: vec![None; num_ranks],
+            sums: Sums::of(schedule),
             idle: vec![false; num_ranks],
             runnable: (0..num_ranks).rev().collect(),
             touched: Vec::new(),
@@ -167,7 +232,8 @@ impl<'a> Run<'a> {
             self.idle[rank] = true;
         }
         let programs = self.schedule.programs();
-        let ended = (0..programs.len()).all(|rank| self.position[rank] == programs[rank].len());
+        let ended = (0..programs.len())
+            .all(|rank| self.position[rank] == programs[rank].len() && self.sums.meets_at(rank).is_none());
         if ended && self.outstanding.iter().all(|&count| count == 0) { Ok(()) } else { Err(Stuck::Deadlock) }
     }
 
@@ -177,8 +243,13 @@ impl<'a> Run<'a> {
         let program = &schedule.programs()[rank];
         let position = self.position[rank];
         let Some(action) = program.get(position) else { return Ok(false) };
-        if self.is_held_up(rank, action.kind) {
+        if self.sums.meets_at(rank).is_some() || self.is_held_up(rank, action.kind) {
             return Ok(false);
+        }
+        if action.kind == ActionKind::TiedReduce {
+            self.position[rank] += 1;
+            self.join_sum(rank, position, action.stage);
+            return Ok(true);
         }
         if is_message(action.kind) {
             self.position[rank] += 1;
@@ -193,6 +264,23 @@ impl<'a> Run<'a> {
         self.position[rank] = end;
         program[position..end].iter().for_each(|part| self.hand_on(part));
         Ok(true)
+    }
+
+    /// A stage joins the next of its sums; a rank of which no other stage is to come waits there for the other ranks.
+    fn join_sum(&mut self, rank: usize, position: usize, stage: u32) {
+        let Some(group) = self.sums.join(stage) else { return };
+        if self.sums.missing(group).any(|other| self.flow.rank[other as usize] as usize == rank) {
+            return;
+        }
+        self.sums.meets[rank] = Some(position);
+        if self.sums.missing(group).next().is_some() {
+            return;
+        }
+        for at in 0..self.sums.ties.stages(group).len() {
+            let other = self.flow.rank[self.sums.ties.stages(group)[at] as usize] as usize;
+            self.sums.meets[other] = None;
+            self.wake(other);
+        }
     }
 
     /// Whether a rank waits for sends and receives that it posted before.

@@ -25,9 +25,10 @@ pub enum FaultKind {
     Deadlock,
     /// Two ends of a channel stand at different messages.
     Mismatch,
-    /// A receive slot is filled before it is read, or another one is read.
+    /// A receive slot is filled before it is read, or another one is read, or more wait to be read than may.
     Slot,
-    /// A gather, a reduction or an optimizer step stands where its stage cannot use it.
+    /// A gather, a reduction, a sum over shared weights or an optimizer step that the lowering does not have, or that
+    /// stands where its stage cannot use it.
     Sharding,
     /// A rank holds more than the memory cap.
     Memory,

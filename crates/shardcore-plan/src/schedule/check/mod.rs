@@ -3,7 +3,8 @@
 //! | check | what it finds |
 //! |---|---|
 //! | [`structure`] | actions that are missing, twice, on the wrong rank, before what they need on their rank; slots |
-//! | [`dependencies`] | ranks that wait for each other, whatever the communication |
+//! | | gathers, reductions, sums over shared weights and optimizer steps other than those of the lowering |
+//! | [`dependencies`] | ranks that wait for each other, whatever the communication, also in sums over shared weights |
 //! | [`communication`] | ranks that wait for each other under one way to deliver messages; messages out of order |
 //! | [`memory`] | ranks that hold more than a cap |
 //!
@@ -39,8 +40,8 @@ pub fn check(schedule: &Schedule) -> Result<()> {
 }
 
 /// Checks that each action is there once, on its rank and behind what it needs on that rank; that composites can
-/// start; that receive slots are read before they are filled again; and that a lowered schedule gathers, reduces and
-/// steps as its lowering says.
+/// start; that receive slots are read before they are filled again; and that a lowered schedule posts receives,
+/// gathers, reduces, sums over shared weights and steps as its lowering says.
 ///
 /// # Errors
 /// [`PlanError::InvalidSchedule`] with the first fault.

@@ -1,102 +1,315 @@
-//! Gathers, reductions and optimizer steps of a lowered schedule: each where its stage needs it.
+//! Gathers, reductions, sums over shared weights and optimizer steps of a lowered schedule: those that its lowering has,
+//! each once it has something to work on, none too late.
+//!
+//! One pass over each rank's program. Whether ranks wait for each other in a sum over shared weights is for the run to
+//! say.
 
 use super::fault::{Fault, FaultKind, Place};
 use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
-use crate::schedule::lower::{Lowering, OptimizerStep, ReduceTiming};
+use crate::schedule::flow::Flow;
+use crate::schedule::lower::{Lowering, OptimizerStep, ReduceTiming, Ties};
 use crate::schedule::program::Schedule;
+use crate::table::counted;
 
 /// What has happened to a stage so far.
 #[derive(Clone, Copy, Default)]
 struct Stage {
     whole: bool,
     weight_grads: u32,
+    /// Where the composite of the latest weight gradient starts.
+    latest: usize,
     reductions: u32,
-    tied: bool,
+    sums: u32,
     stepped: bool,
 }
 
 /// Checks the actions for sharding against what the schedule was lowered for. Its structure is valid otherwise.
 pub(super) fn check(schedule: &Schedule) -> Result<()> {
     let Some(lowering) = schedule.lowering() else { return Ok(()) };
-    let mut pass = Pass { schedule, lowering, stages: vec![Stage::default(); schedule.num_stages() as usize] };
+    let mut pass = Pass::new(schedule, lowering);
     for (rank, program) in schedule.programs().iter().enumerate() {
-        for position in 0..program.len() {
-            pass.admit(rank, position)?;
+        pass.begin_rank(rank);
+        for (position, &action) in program.iter().enumerate() {
+            if position == 0 || !program[position - 1].with_next {
+                pass.composite = position;
+            }
+            pass.admit(action).map_err(|wrong| pass.fault(rank, position, wrong))?;
+            pass.mark(position, action);
         }
     }
     pass.complete()
 }
 
+/// Why an action cannot stand where it stands, and the other action that shows it.
+struct Wrong {
+    reason: String,
+    other: Option<usize>,
+}
+
+impl Wrong {
+    fn alone<T>(reason: impl Into<String>) -> Result<T, Self> {
+        Err(Self { reason: reason.into(), other: None })
+    }
+}
+
 struct Pass<'a> {
     schedule: &'a Schedule,
     lowering: &'a Lowering,
+    trains: bool,
+    ties: Ties,
+    /// The weight gradients of each stage in the whole step.
+    num_weight_grads: Vec<u32>,
     stages: Vec<Stage>,
+    /// The rank at hand; how many stages it may and does hold whole; where its first step behind a barrier stands.
+    rank: usize,
+    most_whole: usize,
+    num_whole: usize,
+    barrier: Option<usize>,
+    /// Where the composite at hand starts.
+    composite: usize,
 }
 
-impl Pass<'_> {
-    fn admit(&mut self, rank: usize, position: usize) -> Result<()> {
-        let action = self.schedule.programs()[rank][position];
-        let per_microbatch = self.lowering.reduce == ReduceTiming::PerMicrobatch;
-        let stage = &mut self.stages[action.stage as usize];
-        let before = *stage;
-        let wrong = match action.kind {
-            ActionKind::Unshard => {
-                stage.whole = true;
-                before.whole.then_some("its parameters are gathered already: drop it")
-            }
-            ActionKind::Reshard => {
-                stage.whole = false;
-                (!before.whole).then_some("its parameters are not gathered: gather them first, or drop it")
-            }
-            ActionKind::Reduce => {
-                stage.reductions += 1;
-                let early = !per_microbatch && before.reductions > 0;
-                early.then_some("its gradients are reduced already: reduce them once, behind the last weight gradient")
-            }
-            ActionKind::TiedReduce => {
-                stage.tied = true;
-                before.stepped.then_some("its optimizer has stepped already: sum the shared gradients before that")
-            }
-            ActionKind::Optimizer => {
-                stage.stepped = true;
-                before.stepped.then_some("its optimizer has stepped already: step once")
-            }
-            kind if kind.is_compute() => {
-                let makes = matches!(kind, ActionKind::Backward | ActionKind::WeightGrad);
-                stage.weight_grads += u32::from(makes);
-                if self.lowering.zero_stage == Some(3) && !before.whole {
-                    Some("its parameters are not gathered: put UNSHARD before it")
-                } else if makes && before.reductions > 0 && !per_microbatch {
-                    Some("its gradients are reduced already: reduce behind the last weight gradient")
-                } else {
-                    (makes && before.stepped).then_some("its optimizer has stepped already: step behind the last one")
-                }
-            }
-            _ => None,
-        };
-        wrong.map_or(Ok(()), |reason| {
-            let place = Place::at(self.schedule, rank, position);
-            Err(self.fault(FaultKind::Sharding, format!("{place}: {reason}"), vec![place]))
-        })
+impl<'a> Pass<'a> {
+    fn new(schedule: &'a Schedule, lowering: &'a Lowering) -> Self {
+        let flow = Flow::of(schedule.header());
+        let trains = !schedule.is_forward_only();
+        let count = |stage| if trains { u32::try_from(flow.units_of(stage).len()).unwrap_or(u32::MAX) } else { 0 };
+        Self {
+            schedule,
+            lowering,
+            trains,
+            ties: Ties::of(schedule),
+            num_weight_grads: (0..schedule.num_stages()).map(count).collect(),
+            stages: vec![Stage::default(); schedule.num_stages() as usize],
+            rank: 0,
+            most_whole: 0,
+            num_whole: 0,
+            barrier: None,
+            composite: 0,
+        }
     }
 
-    /// Every stage is released, reduced and stepped as the lowering says.
-    fn complete(&self) -> Result<()> {
-        let trains = !self.schedule.is_forward_only();
-        for (stage, state) in (0_u32..).zip(&self.stages) {
-            let per_microbatch = self.lowering.reduce == ReduceTiming::PerMicrobatch;
-            let reductions = match self.lowering.zero_stage {
-                Some(_) if trains && per_microbatch => state.weight_grads,
-                Some(_) if trains => state.weight_grads.min(1),
-                _ => 0,
+    fn begin_rank(&mut self, rank: usize) {
+        let most = if self.gathers() { widest(&self.schedule.programs()[rank]) } else { 0 };
+        self.most_whole = most.max(self.lowering.max_unsharded as usize);
+        (self.rank, self.num_whole, self.barrier) = (rank, 0, None);
+    }
+
+    fn gathers(&self) -> bool {
+        self.lowering.zero_stage == Some(3)
+    }
+
+    fn per_microbatch(&self) -> bool {
+        self.lowering.reduce == ReduceTiming::PerMicrobatch
+    }
+
+    /// The reductions that a stage has in the whole step.
+    fn num_reductions(&self, stage: u32) -> u32 {
+        match self.lowering.zero_stage {
+            None => 0,
+            Some(_) if self.per_microbatch() => self.num_weight_grads[stage as usize],
+            Some(_) => u32::from(self.trains),
+        }
+    }
+
+    fn admit(&self, action: Action) -> Result<(), Wrong> {
+        let barrier = self.barrier.filter(|_| !is_over(action.kind));
+        if barrier.is_some() {
+            let reason = "it stands behind a step of the optimizer, for which all ranks wait at a barrier: put every \
+                          OPTIM of the rank behind it";
+            return Err(Wrong { reason: reason.to_owned(), other: barrier });
+        }
+        match action.kind {
+            ActionKind::Unshard => self.admit_gather(action.stage),
+            ActionKind::Reshard => self.admit_release(action.stage),
+            ActionKind::Reduce => self.admit_reduction(action.stage),
+            ActionKind::TiedReduce => self.admit_sum(action.stage),
+            ActionKind::Optimizer => self.admit_step(action.stage),
+            kind if kind.is_compute() => self.admit_compute(action),
+            _ => Ok(()),
+        }
+    }
+
+    /// What is right where it stands has happened.
+    fn mark(&mut self, position: usize, action: Action) {
+        let stage = &mut self.stages[action.stage as usize];
+        match action.kind {
+            ActionKind::Unshard => (stage.whole, self.num_whole) = (true, self.num_whole + 1),
+            ActionKind::Reshard => (stage.whole, self.num_whole) = (false, self.num_whole - 1),
+            ActionKind::Reduce => stage.reductions += 1,
+            ActionKind::TiedReduce => stage.sums += 1,
+            ActionKind::Optimizer => {
+                stage.stepped = true;
+                if self.lowering.optimizer == OptimizerStep::Barrier {
+                    self.barrier = self.barrier.or(Some(position));
+                }
+            }
+            kind if makes_weight_grad(kind) => {
+                stage.weight_grads += 1;
+                stage.latest = self.composite;
+            }
+            _ => {}
+        }
+    }
+
+    fn admit_compute(&self, action: Action) -> Result<(), Wrong> {
+        let stage = &self.stages[action.stage as usize];
+        if self.gathers() && !stage.whole {
+            return Wrong::alone("its parameters are not gathered: put UNSHARD before it");
+        }
+        let unreduced = self.lowering.zero_stage.is_some() && stage.weight_grads > stage.reductions;
+        if unreduced && self.per_microbatch() && makes_weight_grad(action.kind) && stage.latest < self.composite {
+            let reason = "the weight gradient before it is not reduced: with one reduction per micro-batch, put REDUCE \
+                          behind each";
+            return Err(Wrong { reason: reason.to_owned(), other: self.earlier_weight_grad(action.stage) });
+        }
+        Ok(())
+    }
+
+    fn admit_gather(&self, stage: u32) -> Result<(), Wrong> {
+        if !self.gathers() {
+            return Wrong::alone("parameters are whole below ZeRO stage 3: drop it, or lower for zero_stage 3");
+        }
+        if self.stages[stage as usize].whole {
+            return Wrong::alone("its parameters are gathered already: drop it");
+        }
+        if self.num_whole >= self.most_whole {
+            let (held, most) = (counted(self.num_whole as u64, "stage"), self.lowering.max_unsharded);
+            return Wrong::alone(format!(
+                "the rank holds {held} whole already, and max_unsharded is {most}: put a RESHARD before it"
+            ));
+        }
+        Ok(())
+    }
+
+    fn admit_release(&self, stage: u32) -> Result<(), Wrong> {
+        if !self.gathers() {
+            return Wrong::alone("parameters are whole below ZeRO stage 3: drop it, or lower for zero_stage 3");
+        }
+        if !self.stages[stage as usize].whole {
+            return Wrong::alone("its parameters are not gathered: gather them first, or drop it");
+        }
+        Ok(())
+    }
+
+    fn admit_reduction(&self, stage: u32) -> Result<(), Wrong> {
+        let state = &self.stages[stage as usize];
+        let most = self.num_reductions(stage);
+        if most == 0 {
+            return Wrong::alone(self.undeclared("reductions: drop it, or lower for a zero_stage"));
+        }
+        if state.reductions >= most {
+            let often = if self.per_microbatch() { "behind each weight gradient" } else { "behind the last one" };
+            return Wrong::alone(format!("its gradients are reduced already: reduce them once {often}"));
+        }
+        if self.per_microbatch() {
+            if state.reductions >= state.weight_grads {
+                let reason = "there is no weight gradient that it could carry: put it behind the next one";
+                return Err(Wrong { reason: reason.to_owned(), other: self.next_weight_grad(stage) });
+            }
+            return Ok(());
+        }
+        self.behind_weight_grads(stage, "reduce")?;
+        self.behind_sums(stage)
+    }
+
+    fn admit_sum(&self, stage: u32) -> Result<(), Wrong> {
+        let state = &self.stages[stage as usize];
+        let groups = self.ties.of_stage(stage);
+        let Some(&group) = groups.get(state.sums as usize).filter(|_| self.trains) else {
+            let reason = match groups.len() {
+                _ if !self.trains => self.undeclared("backward"),
+                0 => self.undeclared("tied weights of this stage: drop it, or lower with tied groups of stages"),
+                count => {
+                    let groups = counted(count as u64, "tied group");
+                    format!("its shared gradients are summed already: expected one sum for each of its {groups}")
+                }
             };
-            let steps = trains && state.weight_grads > 0 && self.lowering.optimizer != OptimizerStep::Absent;
+            return Wrong::alone(reason);
+        };
+        for &sharer in self.ties.stages(group).iter().filter(|&&sharer| self.is_here(sharer)) {
+            self.behind_weight_grads(sharer, "sum")?;
+            if self.per_microbatch() && self.stages[sharer as usize].reductions < self.num_reductions(sharer) {
+                return Wrong::alone(format!("a gradient of stage {sharer} is not reduced yet: put it behind REDUCE"));
+            }
+        }
+        Ok(())
+    }
+
+    fn admit_step(&self, stage: u32) -> Result<(), Wrong> {
+        let state = &self.stages[stage as usize];
+        if self.lowering.optimizer == OptimizerStep::Absent || !self.trains {
+            return Wrong::alone(self.undeclared("optimizer steps: drop it, or lower with an optimizer"));
+        }
+        if state.stepped {
+            return Wrong::alone("its optimizer has stepped already: step once");
+        }
+        self.behind_weight_grads(stage, "step")?;
+        self.behind_sums(stage)?;
+        if state.reductions < self.num_reductions(stage) {
+            return Wrong::alone("its gradients are not reduced yet: put it behind REDUCE");
+        }
+        Ok(())
+    }
+
+    /// Nothing of the stage's gradient is still to come.
+    fn behind_weight_grads(&self, stage: u32, verb: &str) -> Result<(), Wrong> {
+        let left = self.num_weight_grads[stage as usize] - self.stages[stage as usize].weight_grads;
+        if left == 0 {
+            return Ok(());
+        }
+        let left = counted(left.into(), "weight gradient");
+        let reason = format!("it stands before {left} of stage {stage}: {verb} behind the last one");
+        Err(Wrong { reason, other: self.next_weight_grad(stage) })
+    }
+
+    fn behind_sums(&self, stage: u32) -> Result<(), Wrong> {
+        let left = self.ties.of_stage(stage).len() - self.stages[stage as usize].sums as usize;
+        if left == 0 {
+            return Ok(());
+        }
+        let left = counted(left as u64, "sum");
+        Wrong::alone(format!("it stands before {left} over its shared weights: put it behind TIED_REDUCE"))
+    }
+
+    fn undeclared(&self, what: &str) -> String {
+        if !self.trains {
+            return "a program without a backward has no gradients: drop it".to_owned();
+        }
+        format!("what the schedule was lowered for has no {what}")
+    }
+
+    fn is_here(&self, stage: u32) -> bool {
+        self.schedule.placement().rank_of(stage) as usize == self.rank
+    }
+
+    /// Where the first weight gradient of a stage stands that has not happened.
+    fn next_weight_grad(&self, stage: u32) -> Option<usize> {
+        self.weight_grad(stage, self.stages[stage as usize].weight_grads as usize)
+    }
+
+    fn earlier_weight_grad(&self, stage: u32) -> Option<usize> {
+        self.weight_grad(stage, (self.stages[stage as usize].weight_grads as usize).checked_sub(1)?)
+    }
+
+    fn weight_grad(&self, stage: u32, turn: usize) -> Option<usize> {
+        let makes = |action: &Action| action.stage == stage && makes_weight_grad(action.kind);
+        let program = self.schedule.programs()[self.rank].iter().enumerate();
+        program.filter(|(_, action)| makes(action)).nth(turn).map(|(position, _)| position)
+    }
+
+    /// Every stage is released, reduced, summed and stepped as the lowering says.
+    fn complete(&self) -> Result<()> {
+        for (stage, state) in (0_u32..).zip(&self.stages) {
             let missing = if state.whole {
                 Some((ActionKind::Reshard, "at the end"))
-            } else if state.reductions < reductions {
+            } else if self.trains && (state.sums as usize) < self.ties.of_stage(stage).len() {
+                Some((ActionKind::TiedReduce, "behind its weight gradients"))
+            } else if state.reductions < self.num_reductions(stage) {
                 Some((ActionKind::Reduce, "behind its weight gradients"))
             } else {
+                let steps = self.trains && self.lowering.optimizer != OptimizerStep::Absent;
                 (steps && !state.stepped).then_some((ActionKind::Optimizer, "behind its reductions"))
             };
             if let Some((kind, place)) = missing {
@@ -112,10 +325,34 @@ impl Pass<'_> {
         let last = program.iter().rposition(|other| other.stage == action.stage);
         let near = last.map(|position| Place::at(self.schedule, rank as usize, position));
         let message = format!("{action} is missing: expected it on rank {rank} {place}");
-        self.fault(FaultKind::Missing, message, near.into_iter().collect())
+        Fault::new(self.schedule, FaultKind::Missing, message, near.into_iter().collect()).into()
     }
 
-    fn fault(&self, kind: FaultKind, message: String, witness: Vec<Place>) -> PlanError {
-        Fault::new(self.schedule, kind, message, witness).into()
+    fn fault(&self, rank: usize, position: usize, wrong: Wrong) -> PlanError {
+        let place = Place::at(self.schedule, rank, position);
+        let other = wrong.other.map(|position| Place::at(self.schedule, rank, position));
+        let message = format!("{place}: {}", wrong.reason);
+        Fault::new(self.schedule, FaultKind::Sharding, message, std::iter::once(place).chain(other).collect()).into()
     }
+}
+
+/// Whether an action may stand behind the barrier of the optimizer.
+fn is_over(kind: ActionKind) -> bool {
+    matches!(kind, ActionKind::Optimizer | ActionKind::Unshard | ActionKind::Reshard)
+}
+
+fn makes_weight_grad(kind: ActionKind) -> bool {
+    matches!(kind, ActionKind::Backward | ActionKind::WeightGrad)
+}
+
+/// The most stages of one composite, which must be whole together.
+fn widest(program: &[Action]) -> usize {
+    let composites = program.chunk_by(|action, _| action.with_next).filter(|composite| composite.len() > 1);
+    let distinct = |composite: &[Action]| {
+        let mut stages: Vec<u32> = composite.iter().map(|action| action.stage).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        stages.len()
+    };
+    composites.map(distinct).max().unwrap_or(0)
 }

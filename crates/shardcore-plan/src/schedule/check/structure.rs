@@ -8,6 +8,7 @@ use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::flow::{Flow, NO_STAGE};
 use crate::schedule::program::Schedule;
+use crate::table::counted;
 
 /// No micro-batch: a free slot.
 const FREE: u32 = u32::MAX;
@@ -24,7 +25,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<()> {
     let flow = Flow::of(schedule.header());
     let seen = vec![0; flow.num_cells()];
     let slots = Slots::new(schedule, &flow);
-    let mut pass = Pass { schedule, flow, seen, slots };
+    let mut pass = Pass { schedule, forward_only: schedule.is_forward_only(), flow, seen, slots };
     for (rank, program) in schedule.programs().iter().enumerate() {
         for (position, action) in program.iter().enumerate() {
             pass.admit(rank, position)?;
@@ -36,6 +37,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<()> {
 
 struct Pass<'a> {
     schedule: &'a Schedule,
+    forward_only: bool,
     flow: Flow,
     /// The marks of each stage and micro-batch.
     seen: Vec<u8>,
@@ -69,6 +71,9 @@ impl Pass<'_> {
         }
         if !action.kind.is_compute() && !self.has_other_end(action) {
             return Err(self.no_other_end(rank, position));
+        }
+        if self.forward_only && action.kind == ActionKind::RecvBackward {
+            return Err(self.never_sent(rank, position));
         }
         let (needs, count) = self.needs(action);
         for need in &needs[..count] {
@@ -145,12 +150,17 @@ impl Pass<'_> {
         let side = usize::from(matches!(action.kind, ActionKind::Forward | ActionKind::RecvForward));
         let reads = match action.kind {
             ActionKind::RecvForward | ActionKind::RecvBackward => {
+                slots.ahead[stage][side] += 1;
+                if slots.ahead[stage][side] > slots.most_ahead {
+                    return Err(self.too_far_ahead(rank, position));
+                }
                 return slots.fill(stage, side, &action, cell).map_err(|held| self.overwritten(rank, position, held));
             }
             ActionKind::Forward => crosses(&self.flow, action.stage, self.flow.prev[stage]),
             ActionKind::Backward | ActionKind::InputGrad => crosses(&self.flow, action.stage, self.flow.next[stage]),
             _ => false,
         };
+        slots.ahead[stage][side] -= u32::from(reads);
         let fits = !reads || slots.holds(stage, side, &action);
         if action.kind == slots.last_use || action.kind == ActionKind::Backward {
             slots.release(stage, cell);
@@ -160,7 +170,7 @@ impl Pass<'_> {
 
     /// Nothing that a schedule needs is missing.
     fn complete(&self) -> Result<()> {
-        let forward_only = self.schedule.is_forward_only();
+        let forward_only = self.forward_only;
         for stage in (0..).take(self.flow.num_stages) {
             let [sends_forward, sends_backward] = [self.flow.next[stage as usize], self.flow.prev[stage as usize]]
                 .map(|neighbour| self.receives(stage, neighbour));
@@ -193,6 +203,9 @@ fn crosses(flow: &Flow, stage: u32, neighbour: u32) -> bool {
 /// What is in the receive slots of a lowered schedule. A slot is taken until the last computation of its micro-batch on
 /// the stage, because a backward reads the forward's input again.
 struct Slots {
+    /// How many receives of each stage are posted and not yet used, of gradients and of inputs; and the most that may be.
+    ahead: Vec<[u32; 2]>,
+    most_ahead: u32,
     /// The micro-batch in each slot of each stage: gradients, then inputs.
     held: Vec<Vec<u32>>,
     /// The slot that each micro-batch of each stage has: gradients, then inputs.
@@ -203,8 +216,14 @@ struct Slots {
 impl Slots {
     fn new(schedule: &Schedule, flow: &Flow) -> Option<Self> {
         let last_use = if schedule.is_forward_only() { ActionKind::Forward } else { ActionKind::WeightGrad };
-        let lowered = schedule.is_lowered().then(|| 2 * flow.num_cells());
-        lowered.map(|count| Self { held: vec![Vec::new(); 2 * flow.num_stages], of: vec![0; count], last_use })
+        let lowering = schedule.lowering()?;
+        Some(Self {
+            ahead: vec![[0; 2]; flow.num_stages],
+            most_ahead: lowering.receives_ahead,
+            held: vec![Vec::new(); 2 * flow.num_stages],
+            of: vec![0; 2 * flow.num_cells()],
+            last_use,
+        })
     }
 
     /// Fills the slot of a receive, or gives the micro-batch that is still in it.
@@ -336,13 +355,53 @@ impl Pass<'_> {
         } else {
             String::new()
         };
-        let message = format!("{action}{parts} is missing: expected it once on rank {rank}");
+        let waits = self.schedule.placement().partner(action).and_then(|partner| {
+            let Action { kind, stage, microbatch: unit, .. } = partner;
+            self.find_on(self.flow.rank[stage as usize] as usize, Need { stage, unit, marks: bit(kind) })
+        });
+        let waits_for_it = waits.map_or(String::new(), |receive| format!("; {receive} waits for it"));
+        let message = format!("{action}{parts} is missing: expected it once on rank {rank}{waits_for_it}");
         let marks = u8::MAX;
         let witness =
             self.find_on(rank as usize, Need { stage, unit, marks }).or_else(|| self.find(Need { stage, unit, marks }));
         let near = witness
             .or_else(|| (!self.schedule.programs()[rank as usize].is_empty()).then(|| self.place(rank as usize, 0)));
-        self.fault(FaultKind::Missing, message, near.into_iter().collect())
+        self.fault(FaultKind::Missing, message, near.into_iter().chain(waits).collect())
+    }
+
+    fn never_sent(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let message = format!(
+            "{place} waits for a message that no rank sends: the program has no backward; drop it, or add the backwards"
+        );
+        self.fault(FaultKind::Missing, message, vec![place])
+    }
+
+    fn too_far_ahead(&self, rank: usize, position: usize) -> PlanError {
+        let place = self.place(rank, position);
+        let Action { kind, stage, .. } = place.action;
+        let reads = |reader: ActionKind| match reader {
+            ActionKind::Forward => kind == ActionKind::RecvForward,
+            ActionKind::Backward | ActionKind::InputGrad => kind == ActionKind::RecvBackward,
+            _ => false,
+        };
+        let program = &self.schedule.programs()[rank];
+        let mut unread: Vec<usize> = Vec::new();
+        for (at, action) in program[..position].iter().enumerate().filter(|(_, action)| action.stage == stage) {
+            if action.kind == kind {
+                unread.push(at);
+            } else if reads(action.kind) {
+                unread.retain(|&earlier| program[earlier].microbatch != action.microbatch);
+            }
+        }
+        let most = self.schedule.lowering().map_or(0, |lowering| lowering.receives_ahead);
+        let message = format!(
+            "{place} is posted with {} of stage {stage} before it that nothing has used, and receives_ahead is {most}: \
+             post it behind a computation that uses one, or lower with a larger receives_ahead",
+            counted(unread.len() as u64, "receive")
+        );
+        let earlier = unread.into_iter().map(|at| self.place(rank, at));
+        self.fault(FaultKind::Slot, message, std::iter::once(place).chain(earlier).collect())
     }
 
     fn overwritten(&self, rank: usize, position: usize, held: u32) -> PlanError {

@@ -56,12 +56,12 @@ pub(super) fn parse_composite(text: &str, program: &mut Vec<Action>) -> Result<(
 fn parse(text: &str) -> Result<Action, String> {
     let expected = || format!("expected an action such as 2F0, got {text:?}");
     let (stage, rest) = split_number(text).ok_or_else(expected)?;
-    let letters = rest.find(|letter: char| !(letter.is_ascii_uppercase() || letter == '_')).unwrap_or(rest.len());
+    let letters = rest.find(|letter: char| !(letter.is_ascii_alphabetic() || letter == '_')).unwrap_or(rest.len());
     let (name, mut rest) = rest.split_at(letters);
     let kind = ActionKind::from_name(name).map_err(|error| format!("{text:?}: {error}"))?;
     let mut action = Action::new(kind, stage, 0);
     if kind.has_microbatch() {
-        let missing = || format!("{text:?}: expected a micro-batch behind {kind}");
+        let missing = || format!("{text:?}: expected a micro-batch behind {kind}, without leading zeros");
         (action.microbatch, rest) = split_number(rest).ok_or_else(missing)?;
     }
     if let Some(slot) = rest.strip_prefix('@') {
@@ -74,7 +74,7 @@ fn parse(text: &str) -> Result<Action, String> {
 }
 
 /// The number at the start of a text, in its one way of writing, and what follows.
-pub(super) fn split_number(text: &str) -> Option<(u32, &str)> {
+pub(in crate::schedule) fn split_number(text: &str) -> Option<(u32, &str)> {
     let end = text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len());
     let (digits, rest) = text.split_at(end);
     let canonical = digits == "0" || !digits.starts_with('0');

@@ -7,6 +7,8 @@
 //! | `messages` | where a rank's sends and receives stand |
 //! | `slots` | which slot each receive fills |
 //! | `sharding`, `gathers` | where a rank reduces and steps, gathers and releases |
+//! | `ties` | which stages sum gradients of shared weights, and in which order |
+//! | `infer` | what programs from elsewhere were lowered for |
 //!
 //! # Why the communication cannot deadlock
 //!
@@ -25,13 +27,16 @@
 //! for nothing else, unless the receives ahead are too few to cover it.
 
 mod gathers;
+mod infer;
 mod messages;
 mod options;
 mod sharding;
 mod slots;
+mod ties;
 mod times;
 
 pub use options::{Lowering, OptimizerStep, ReduceTiming};
+pub(crate) use ties::Ties;
 
 use super::action::Action;
 use super::costs::Costs;
@@ -96,7 +101,8 @@ impl Schedule {
         };
         let programs = (0..self.num_ranks()).zip(self.programs()).map(lowered).collect::<Result<_>>()?;
         let header = Header { comm: CommModel::Blocking, ..self.header().clone() };
-        Self::new_lowered(header, programs, lowering.clone())
+        let receives_ahead = lowering.receives_ahead.max(slots.most_ahead());
+        Self::new_lowered(header, programs, Lowering { receives_ahead, ..lowering.clone() })
     }
 }
 

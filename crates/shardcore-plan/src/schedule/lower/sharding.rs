@@ -3,7 +3,7 @@
 
 use super::gathers::gathers;
 use super::times::composites;
-use super::{Inserted, Lowering, OptimizerStep, ReduceTiming};
+use super::{Inserted, Lowering, OptimizerStep, ReduceTiming, Ties};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::program::Schedule;
 
@@ -12,19 +12,13 @@ pub(super) struct Sharding<'a> {
     lowering: &'a Lowering,
     schedule: &'a Schedule,
     trains: bool,
-    tied: Vec<Vec<u32>>,
-    /// For each stage, whether it shares weights.
-    shares: Vec<bool>,
+    ties: Ties,
 }
 
 impl<'a> Sharding<'a> {
     pub(super) fn new(schedule: &'a Schedule, lowering: &'a Lowering) -> Self {
-        let tied = lowering.all_tied(schedule.placement());
-        let mut shares = vec![false; schedule.num_stages() as usize];
-        for &stage in tied.iter().flatten() {
-            shares[stage as usize] = true;
-        }
-        Self { lowering, schedule, trains: !schedule.is_forward_only(), tied, shares }
+        let ties = Ties::new(lowering.all_tied(schedule.placement()), schedule.num_stages());
+        Self { lowering, schedule, trains: !schedule.is_forward_only(), ties }
     }
 
     /// The sharding's actions of a rank, by gap.
@@ -42,6 +36,10 @@ impl<'a> Sharding<'a> {
             inserted.extend(self.at_end(rank).into_iter().map(|action| Inserted { gap: u32::MAX, action }));
         }
         inserted
+    }
+
+    fn shares(&self, stage: u32) -> bool {
+        !self.ties.of_stage(stage).is_empty()
     }
 
     fn reduces(&self) -> bool {
@@ -67,7 +65,7 @@ impl<'a> Sharding<'a> {
             }
         }
         for (&stage, gap) in stages.iter().zip(last) {
-            let Some(gap) = gap.filter(|_| !self.shares[stage as usize]) else { continue };
+            let Some(gap) = gap.filter(|_| !self.shares(stage)) else { continue };
             let kinds = [once.then_some(ActionKind::Reduce), steps.then_some(ActionKind::Optimizer)];
             let actions = kinds.into_iter().flatten().map(|kind| Action::new(kind, stage, 0));
             inserted.extend(actions.map(|action| Inserted { gap, action }));
@@ -80,11 +78,11 @@ impl<'a> Sharding<'a> {
     fn at_end(&self, rank: u32) -> Vec<Action> {
         let placement = self.schedule.placement();
         let here = |&&stage: &&u32| placement.rank_of(stage) == rank;
-        let sharing = |&&stage: &&u32| self.shares[stage as usize];
+        let sharing = |&&stage: &&u32| self.shares(stage);
         let action = |kind| move |&stage: &u32| Action::new(kind, stage, 0);
         let stages = placement.stages_of(rank);
         let mut actions: Vec<Action> =
-            self.tied.iter().flatten().filter(here).map(action(ActionKind::TiedReduce)).collect();
+            self.ties.groups().iter().flatten().filter(here).map(action(ActionKind::TiedReduce)).collect();
         if self.reduces() && self.lowering.reduce == ReduceTiming::Once {
             actions.extend(stages.iter().filter(sharing).map(action(ActionKind::Reduce)));
         }
