@@ -10,7 +10,10 @@ from pathlib import Path
 COMMANDS = {
     "train": "e2e/train.py",
     "startup": "e2e/startup.py",
+    "checkpoint": "e2e/checkpoint.py",
+    "tensor": "e2e/tensor.py",
     "overhead": "micro/overhead.py",
+    "activation": "micro/activation.py",
     "collectives": "micro/collectives.py",
     "io": "micro/io.py",
     "cpu-adam": "micro/cpu_adam.py",

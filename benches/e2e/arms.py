@@ -1,5 +1,7 @@
 """The same training step by every library: ``build(arm, ...)`` gives a function that takes a batch and makes one step.
 
+A model has its repeated units in ``model.blocks``.
+
 Each arm is written as its library's own documentation writes it, with the options that make it fastest here.
 """
 
@@ -23,7 +25,10 @@ EXTRA_ARMS = ("shardcore-0",)
 OPTIMIZER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 Step = Callable[["torch.Tensor"], "torch.Tensor"]
-"""int64 [batch, time + 1] -> this rank's mean loss, detached."""
+"""A batch -> this rank's mean loss, detached."""
+
+Loss = Callable[[Callable[["torch.Tensor"], "torch.Tensor"], "torch.Tensor"], "torch.Tensor"]
+"""(model, batch) -> this rank's mean loss."""
 
 
 def is_available(arm: str) -> bool:
@@ -31,14 +36,22 @@ def is_available(arm: str) -> bool:
     return not arm.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
-def build(arm: str, model: nn.Module, micro_batch: int) -> Step:
-    """Shard or wrap ``model`` (changed in place) as the arm does. Collective over all ranks."""
+def build(
+    arm: str, model: nn.Module, micro_batch: int, *, loss: Loss | None = None, zero: dict[str, Any] | None = None
+) -> Step:
+    """Shard or wrap ``model`` (changed in place) as the arm does. Collective over all ranks.
+
+    Args:
+        loss: what is minimised; by default ``next_token_loss``.
+        zero: more keys of DeepSpeed's ``zero_optimization``.
+    """
+    loss = loss or next_token_loss
     library, _, stage = arm.partition("-")
     if library == "shardcore":
-        return _shardcore(model, int(stage))
+        return _shardcore(model, int(stage), loss)
     if library == "deepspeed":
-        return _deepspeed(model, int(stage), micro_batch)
-    return {"ddp": _ddp, "fsdp2": _fsdp2}[library](model)
+        return _deepspeed(model, deepspeed_config(int(stage), micro_batch, zero), loss)
+    return {"plain": _plain, "ddp": _ddp, "fsdp2": _fsdp2}[library](model, loss)
 
 
 def next_token_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -48,25 +61,33 @@ def next_token_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _shardcore(model: nn.Module, stage: int) -> Step:
+def _shardcore(model: nn.Module, stage: int, loss: Loss) -> Step:
     import torch
 
     import shardcore as sc
 
-    sc.shard(model, sc.Mesh(device="cpu"), stage=stage)
-    return partial(_plain_step, model, sc.optimizer(torch.optim.AdamW, model, **OPTIMIZER))
+    sc.shard(model, sc.Mesh(device="cpu"), stage=stage, units=[type(model.blocks[0])])
+    return partial(_step, model, sc.optimizer(torch.optim.AdamW, model, **OPTIMIZER), loss)
 
 
-def _ddp(model: nn.Module) -> Step:
+def _plain(model: nn.Module, loss: Loss) -> Step:
+    """No library: every rank trains alone. What the others take longer is what sharding costs."""
+    import torch
+
+    _init_gloo()
+    return partial(_step, model, torch.optim.AdamW(model.parameters(), **OPTIMIZER), loss)
+
+
+def _ddp(model: nn.Module, loss: Loss) -> Step:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     _init_gloo()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return partial(_plain_step, wrapped, torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER))
+    return partial(_step, wrapped, torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER), loss)
 
 
-def _fsdp2(model: nn.Module) -> Step:
+def _fsdp2(model: nn.Module, loss: Loss) -> Step:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -77,10 +98,10 @@ def _fsdp2(model: nn.Module) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return partial(_plain_step, model, torch.optim.AdamW(model.parameters(), **OPTIMIZER))
+    return partial(_step, model, torch.optim.AdamW(model.parameters(), **OPTIMIZER), loss)
 
 
-def _deepspeed(model: nn.Module, stage: int, micro_batch: int) -> Step:
+def _deepspeed(model: nn.Module, config: dict[str, Any], loss_of: Loss) -> Step:
     prepare_deepspeed()
     import torch
 
@@ -90,11 +111,11 @@ def _deepspeed(model: nn.Module, stage: int, micro_batch: int) -> Step:
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), **OPTIMIZER),
-        config=deepspeed_config(stage, micro_batch),
+        config=config,
     )
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = next_token_loss(engine, tokens)
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(engine, batch)
         engine.backward(loss)
         engine.step()
         return loss.detach()
@@ -102,11 +123,11 @@ def _deepspeed(model: nn.Module, stage: int, micro_batch: int) -> Step:
     return step
 
 
-def deepspeed_config(stage: int, micro_batch: int) -> dict[str, Any]:
+def deepspeed_config(stage: int, micro_batch: int, zero: dict[str, Any] | None = None) -> dict[str, Any]:
     """DeepSpeed's defaults, but: a torch optimizer may run as it is, and gradients are not clipped, as in all arms."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(zero or {})},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -121,8 +142,8 @@ def prepare_deepspeed() -> None:
     sys.argv = sys.argv[:1]
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-    loss = next_token_loss(model, tokens)
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss, batch: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

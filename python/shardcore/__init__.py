@@ -48,6 +48,8 @@ _HOME = {
     "summon": "zero",
 }
 _ROOMS = (
+    "activation",
+    "checkpoint",
     "comm",
     "config",
     "data",
@@ -61,6 +63,7 @@ _ROOMS = (
     "optim",
     "pipeline",
     "plan",
+    "tensor",
     "testing",
     "zero",
 )

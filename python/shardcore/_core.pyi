@@ -14,6 +14,8 @@ __all__ = [
     "Action",
     "CPURule",
     "CPUStepTable",
+    "CheckpointReader",
+    "CheckpointWriter",
     "HostLink",
     "HostMemory",
     "IoEngine",
@@ -26,14 +28,21 @@ __all__ = [
     "Simulation",
     "SwapFile",
     "Synthesis",
+    "abandon_checkpoint",
+    "begin_checkpoint",
     "check_boundaries",
     "check_host_memory",
+    "checkpoint_aside",
+    "choose_checkpoint",
+    "commit_checkpoint",
     "convert",
     "dequantize",
     "evaluation_schedule",
     "first_difference",
     "from_megatron_layout",
     "groups",
+    "latest_checkpoint",
+    "list_checkpoints",
     "partition_layers",
     "partition_marked",
     "partition_uniform",
@@ -44,11 +53,14 @@ __all__ = [
     "prefetch",
     "quantization_block",
     "quantize",
+    "reshard",
     "schedule_names",
     "shard_layout",
+    "share_writes",
     "sums_of_squares",
     "synthesize",
     "to_megatron_layout",
+    "verify_checkpoint",
 ]
 
 @final
@@ -72,7 +84,7 @@ class Action:
         stage: SupportsIndex,
         microbatch: SupportsIndex | None = None,
         *,
-        slot: SupportsIndex = 0,
+        slot: SupportsIndex = ...,
         with_next: bool = False,
     ) -> Action:
         """
@@ -204,6 +216,65 @@ class CPUStepTable:
         ``grads`` has a tensor (fp32, bf16 or fp16) or ``None`` for each row, ``rules`` one rule for each group.
         Gradients are multiplied by ``grad_scale`` first. ``seeds``, one for each group, are those of stochastic
         rounding. The result does not depend on ``num_threads``.
+        """
+
+@final
+class CheckpointReader:
+    """
+    A complete checkpoint, opened for reading: its mark, its index and the sizes of its files are checked.
+
+    Raises ``CheckpointError`` naming the file and its bytes if it is damaged, or if it was never finished.
+    """
+    def __new__(cls, /, folder: str | PathLike[str]) -> CheckpointReader: ...
+    def check_header(self, /, file: SupportsIndex) -> None:
+        """
+        Raises ``CheckpointError`` if the header of the file with this number is not as it was written.
+        """
+    def index(self, /) -> str:
+        """
+        The index, as its JSON document.
+        """
+    @staticmethod
+    def of_safetensors(folder: str | PathLike[str], names: SupportsGetItem[int, str]) -> CheckpointReader:
+        """
+        Safetensors files that anyone may have written, as if they were a checkpoint: all tensors have the role
+        ``"weight"``, and there are no checksums.
+
+        Raises ``CheckpointError`` for what is no such file, and for a name in two of them.
+        """
+    def read(self, /, wants: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, Tensor]]) -> None:
+        """
+        Reads ``(tensor, start, stop, out)``: elements of the flattened tensor with this number in the index, into the
+        memory of ``out``, which has exactly these elements and is contiguous on the CPU. Every block is checked.
+
+        Raises ``CheckpointError`` naming the file and its bytes for a block that is not as it was written.
+        """
+
+@final
+class CheckpointWriter:
+    """
+    A safetensors file that is being written: ``entries`` are ``(name, dtype, shape)``, whose bytes come by ``put`` in
+    this order. It must not exist, and gets its whole space at once.
+
+    Raises ``StorageError`` if the disk is full, with the arithmetic, or refuses.
+    """
+    def __new__(
+        cls,
+        /,
+        path: str | PathLike[str],
+        entries: SupportsGetItem[int, tuple[str, str, SupportsGetItem[int, SupportsIndex]]],
+        metadata: SupportsGetItem[int, tuple[str, str]],
+    ) -> CheckpointWriter: ...
+    def finish(self, /, read_back: bool) -> tuple[int, int, str, list[tuple[int, str]]]:
+        """
+        Writes the rest, syncs the file and compares it with what was written: size and header; with ``read_back``
+        all of it.
+
+        Returns ``(nbytes, header_nbytes, header_crc32, [(offset, crc32 of its blocks) of each entry])``.
+        """
+    def put(self, /, tensor: Tensor) -> None:
+        """
+        The next bytes of the file: those of a contiguous CPU tensor, which are copied before this returns.
         """
 
 @final
@@ -440,8 +511,8 @@ class PipelineSchedule:
         num_microbatches: SupportsIndex,
         *,
         name: str = "custom",
-        num_slices: SupportsIndex = 1,
-        num_chains: SupportsIndex = 1,
+        num_slices: SupportsIndex = ...,
+        num_chains: SupportsIndex = ...,
         gating: str = "all",
         comm: str = "blocking",
         lowering: Mapping[str, Any] | None = None,
@@ -521,8 +592,9 @@ class PipelineSchedule:
         reduce: str = "once",
         optimizer: str = "absent",
         tied: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] = ...,
-        receives_ahead: SupportsIndex = 2,
-        max_unsharded: SupportsIndex = 2,
+        receives_ahead: SupportsIndex | None = None,
+        max_unsharded: SupportsIndex = ...,
+        costs: Mapping[str, Any] | Sequence[Any] | None = None,
     ) -> PipelineSchedule:
         """
         Adds communication, and what sharding and optimizer need, to a schedule of compute actions.
@@ -531,12 +603,15 @@ class PipelineSchedule:
         ``reduce`` is ``"once"`` behind a stage's last weight gradient or ``"per-microbatch"`` (at stages 2 and 3).
         ``optimizer`` is ``"absent"``, ``"barrier"`` (behind all gradients of the rank) or ``"post-validation"`` (each
         stage as soon as its gradients are reduced). ``tied`` has groups of stages that share weights.
-        ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used (the order of
-        the messages may need more; then the property ``lowering`` has what it needs), ``max_unsharded`` the stages that
-        a rank gathers at once, where no composite works on more.
+        ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used (``None``: 2,
+        or as many as the programs need if those are more), ``max_unsharded`` the stages that a rank gathers at once.
 
-        Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, and for options that do not
-        fit each other.
+        ``costs``, spelled as for ``pipeline_schedule``, are what a run takes: each receive is posted when its message
+        leaves, so at these costs the lowered programs take no longer than the schedule itself, as far as the receives
+        ahead cover the latency. By default every computation takes the same time and a hop a quarter of it.
+
+        Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, for fewer receives ahead than
+        it needs, and for options that do not fit each other.
         """
     @property
     def lowering(self, /) -> dict[str, Any] | None:
@@ -593,7 +668,7 @@ class PipelineSchedule:
         forward: float | Iterable[float],
         input_grad: float | Iterable[float],
         weight_grad: float | Iterable[float],
-        hop: SupportsFloat | SupportsIndex = 0.0,
+        hop: SupportsFloat | SupportsIndex = ...,
         activation: float | Iterable[float] = ...,
         stash: float | Iterable[float] | None = None,
         *,
@@ -602,7 +677,7 @@ class PipelineSchedule:
         message: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None,
         bandwidth: SupportsFloat | SupportsIndex | None = None,
         overlap: bool = True,
-        composite: SupportsFloat | SupportsIndex = 1.0,
+        composite: SupportsFloat | SupportsIndex = ...,
     ) -> Simulation:
         """
         Simulates the programs and says when everything runs, what is idle and what is held.
@@ -615,9 +690,11 @@ class PipelineSchedule:
 
         Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
         each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
-        its messages. ``composite`` scales the time of a composite against the sum of its parts.
+        each message that it sends or receives. ``composite`` scales the time of a composite against the sum of its
+        parts.
 
-        Raises ``PlanError`` for costs that do not fit, and for programs that cannot go on.
+        Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
+        on.
         """
     def stages(self, /, rank: SupportsIndex) -> list[int]:
         """
@@ -677,7 +754,7 @@ class PrefetchCoordinator:
         prefetch_nbytes: SupportsIndex | None = None,
         max_live_nbytes: SupportsIndex | None = None,
         max_reuse_nbytes: SupportsIndex | None = None,
-        persistence_nbytes: SupportsIndex = 0,
+        persistence_nbytes: SupportsIndex = ...,
     ) -> PrefetchCoordinator: ...
     def __repr__(self, /) -> str: ...
     def begin(self, /, kind: str = "train") -> tuple[list[int], list[int]]:
@@ -1045,14 +1122,18 @@ class Simulation:
         """
         The longest time over the ranks from a rank's first start to its last end.
         """
-    def to_ascii(self, /, *, max_width: SupportsIndex = 160) -> str:
+    def to_ascii(self, /, *, max_width: SupportsIndex = ...) -> str:
         """
         A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
+
+        Labels are shortened where that lets all of it be seen. Raises ``PlanError`` for a negative width.
         """
-    def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = 1000.0) -> str:
+    def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = ...) -> str:
         """
         A trace that <https://ui.perfetto.dev> opens (JSON of Chrome's trace events): one track per rank, arrows for
         messages, a counter for memory. One unit of time is shown as ``microseconds``.
+
+        Raises ``PlanError`` for microseconds that are not above 0, or so many that no double holds the last time.
         """
     def to_svg(self, /) -> str:
         """
@@ -1141,6 +1222,16 @@ class Synthesis:
         What the schedule takes: its makespan or span, as asked for.
         """
 
+def abandon_checkpoint(run: str | PathLike[str], tag: str) -> None:
+    """
+    Removes that folder, after a save that failed.
+    """
+
+def begin_checkpoint(run: str | PathLike[str], tag: str) -> Path:
+    """
+    Makes the empty folder in which the files of a checkpoint are written. Returns its path.
+    """
+
 def check_boundaries(boundaries: SupportsGetItem[int, SupportsIndex], num_layers: SupportsIndex) -> list[int]:
     """
     Checks boundaries that someone chose by hand, and gives them back: from 0 to ``num_layers``, each beyond the one
@@ -1154,6 +1245,34 @@ def check_host_memory(what: str, nbytes: SupportsIndex) -> None:
     Checks that ``nbytes`` of host memory can be had now, and takes none. ``what`` begins the message.
 
     Raises ``StorageError`` with the arithmetic when the machine or a container has less.
+    """
+
+def checkpoint_aside(run: str | PathLike[str], tag: str) -> Path:
+    """
+    The folder that ``begin_checkpoint`` makes for this tag.
+    """
+
+def choose_checkpoint(place: str | PathLike[str], tag: str | None = None) -> tuple[Path, list[str]]:
+    """
+    The checkpoint that a path means: ``(its folder, what is worth telling)``.
+
+    Raises ``CheckpointError`` if there is none that is complete.
+    """
+
+def commit_checkpoint(
+    run: str | PathLike[str],
+    tag: str,
+    index: str,
+    *,
+    is_latest: bool,
+    keep_last: SupportsIndex | None = None,
+    keep_every: SupportsIndex | None = None,
+) -> tuple[Path, list[str]]:
+    """
+    Makes a checkpoint of the files in that folder and the index, and lets ``latest`` name it if ``is_latest``. Then
+    removes older ones: all but the ``keep_last`` newest, and those whose number is a multiple of ``keep_every``.
+
+    Returns its path and the tags that were removed.
     """
 
 def convert(
@@ -1186,7 +1305,7 @@ def dequantize(
     """
 
 def evaluation_schedule(
-    placement: SupportsGetItem[int, SupportsIndex], num_microbatches: SupportsIndex, *, num_chains: SupportsIndex = 1
+    placement: SupportsGetItem[int, SupportsIndex], num_microbatches: SupportsIndex, *, num_chains: SupportsIndex = ...
 ) -> PipelineSchedule:
     """
     Builds the forward-only program of a placement, for evaluation.
@@ -1216,7 +1335,7 @@ def groups(
     num_shards: SupportsIndex,
     *,
     segment_nbytes: SupportsIndex | None = None,
-    alignment: SupportsIndex = 256,
+    alignment: SupportsIndex = ...,
 ) -> list[ShardLayout]:
     """
     Splits parameters into layouts of one dtype and one trainability each, and those into segments.
@@ -1226,6 +1345,16 @@ def groups(
     bytes (padding at the end not counted); a larger parameter gets a layout of its own and is never split.
 
     Raises ``PlanError`` for duplicate names and numbers out of range.
+    """
+
+def latest_checkpoint(run: str | PathLike[str]) -> str | None:
+    """
+    The tag in ``latest``; None if there is none.
+    """
+
+def list_checkpoints(run: str | PathLike[str]) -> list[tuple[str, Path, int | None, str | None]]:
+    """
+    All checkpoints of a run as ``(tag, path, number or None, what is wrong or None)``, the oldest first.
     """
 
 def partition_layers(
@@ -1301,7 +1430,7 @@ def plan_shards(
     num_shards: SupportsIndex,
     *,
     segment_nbytes: SupportsIndex | None = None,
-    alignment: SupportsIndex = 256,
+    alignment: SupportsIndex = ...,
 ) -> ShardPlan:
     """
     Plans the shards of a model that is cut into wrap units.
@@ -1332,12 +1461,12 @@ def prefetch(
     budget: SupportsIndex | None = None,
     *,
     objective: str = "bytes",
-    latency: SupportsFloat | SupportsIndex = 0.0,
+    latency: SupportsFloat | SupportsIndex = ...,
     bandwidth: SupportsFloat | SupportsIndex | None = None,
     prefetch_nbytes: SupportsIndex | None = None,
     max_live_nbytes: SupportsIndex | None = None,
     max_reuse_nbytes: SupportsIndex | None = None,
-    persistence_nbytes: SupportsIndex = 0,
+    persistence_nbytes: SupportsIndex = ...,
 ) -> PrefetchPlan:
     """
     Plans the gathers and releases of a step.
@@ -1388,13 +1517,24 @@ def quantize(
     Raises ``ConfigError`` for other tensors.
     """
 
+def reshard(old: ShardLayout, new: ShardLayout) -> list[tuple[int, int, int, int, int]]:
+    """
+    The copies that fill the shards of ``new`` from those of ``old``, ordered by where they go.
+
+    Each is ``(src_rank, src_offset, dst_rank, dst_offset, numel)``, in elements. Every element of every parameter is
+    copied once, and no padding. The layouts may differ in the number of shards, in the order of the parameters and in
+    the dtype.
+
+    Raises ``PlanError`` if they do not hold the same parameters with the same numbers of elements.
+    """
+
 def schedule_names() -> list[str]:
     """
     The names that ``pipeline_schedule`` takes.
     """
 
 def shard_layout(
-    params: Iterable[tuple[str, int, str, bool]], num_shards: SupportsIndex, *, alignment: SupportsIndex = 256
+    params: Iterable[tuple[str, int, str, bool]], num_shards: SupportsIndex, *, alignment: SupportsIndex = ...
 ) -> ShardLayout:
     """
     Lays parameters of one dtype and one trainability out in one flat buffer of equal shards.
@@ -1404,6 +1544,20 @@ def shard_layout(
     is a power of two of at least 16.
 
     Raises ``PlanError`` for mixed dtypes or trainabilities (use ``groups``), duplicate names and numbers out of range.
+    """
+
+def share_writes(
+    held: SupportsGetItem[int, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]],
+    itemsizes: SupportsGetItem[int, SupportsIndex],
+) -> list[list[tuple[int, int, int]]]:
+    """
+    Divides the writing of tensors that several ranks hold: every element once, about as many bytes on every rank.
+
+    ``held[rank]`` are the pieces ``(tensor, start, stop)`` of a rank, ranges of flattened tensors; ``itemsizes`` are
+    the bytes of an element of each tensor. Returns for each rank the parts ``(piece, start, stop)`` that it writes,
+    ``piece`` being a place in its own list, in the order of that list.
+
+    Raises ``PlanError`` for pieces that end before they begin, or are of no tensor.
     """
 
 def sums_of_squares(tensors: SupportsGetItem[int, Any], *, num_threads: SupportsIndex = 1) -> list[float]:
@@ -1419,7 +1573,7 @@ def synthesize(
     forward: float | Iterable[float],
     input_grad: float | Iterable[float],
     weight_grad: float | Iterable[float],
-    hop: SupportsFloat | SupportsIndex = 0.0,
+    hop: SupportsFloat | SupportsIndex = ...,
     activation: float | Iterable[float] = ...,
     stash: float | Iterable[float] | None = None,
     memory_cap: float | Sequence[float] | None = None,
@@ -1448,4 +1602,9 @@ def to_megatron_layout(layers: SupportsGetItem[int, str], boundaries: SupportsGe
 
     Layers and boundaries are as ``from_megatron_layout`` gives them. Raises ``PlanError`` for an unknown layer, an
     order that Megatron refuses, and boundaries that are none.
+    """
+
+def verify_checkpoint(folder: str | PathLike[str]) -> list[tuple[Path, int, int, str]]:
+    """
+    Reads every byte of a checkpoint. Returns the damages as ``(file, first byte, byte after the last, what)``.
     """

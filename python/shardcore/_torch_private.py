@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Run = Callable[[Sequence[torch.Tensor | None]], Any]
 BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, Run], Any]
@@ -99,6 +100,14 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``, also in a dispatch mode: there a public call would give the alias a count of writes of its
+    own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def is_only_user(tensor: torch.Tensor) -> bool:
     """Whether no other tensor shows the storage of this one, and no graph holds it; torch tells neither."""
     return num_storage_users(tensor) == 1 and tensor._use_count() == 1
@@ -152,10 +161,53 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the object that was made just now
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Tells whether tensors show one storage, also where its memory may not be asked for its address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def forbid_access(storage: torch.UntypedStorage, message: str) -> None:
+    """Let every read and write of this storage's memory, by whatever tensor, raise a RuntimeError with ``message``.
+    torch offers no public way; a kernel on a storage without memory crashes.
+    """
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def allow_access(storage: torch.UntypedStorage) -> None:
+    """Take :func:`forbid_access` back."""
+    torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """As :func:`version`, for many, which may be guarded parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor._version for tensor in tensors]
+
+
+def running_call() -> FrameType | None:
+    """The call of a module that runs the hook which asks; None where no such frame is found (compiled code).
+
+    ``Module.__call__`` passes over its hooks where a forward is left by a ``KeyboardInterrupt``. Whoever keeps the
+    frame can tell later by :func:`is_running` whether the call has ended.
+    """
+    return next((frame for frame in _stack() if frame.f_code.co_filename == torch.nn.modules.module.__file__), None)
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether a call that :func:`running_call` gave has not ended; asked in its thread."""
+    return any(frame is call for frame in _stack())
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running_ddp() -> torch.nn.Module | None:
+    """The ``DistributedDataParallel`` whose forward runs in this process."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
@@ -364,3 +416,15 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(parameters, *args, **kwargs)
 
     return checked
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists, dicts and whatever else is registered with torch, and how they hang together.
+    torch's own tree functions have no public name.
+    """
+    return tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """What :func:`flatten` took apart, in new containers."""
+    return tree_unflatten(leaves, structure)

@@ -11,14 +11,14 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from shardcore import _torch_private as private
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
@@ -43,10 +43,28 @@ class Axis:
         """Number of ranks along the axis."""
         return len(self.ranks)
 
+    def __reduce__(self) -> NoReturn:
+        """An axis belongs to the process that made it.
+
+        Raises:
+            StateError: always; so nothing that holds one (a layer that is split over it) is copied or pickled.
+        """
+        raise StateError(
+            f"the axis {self.name!r} of a mesh, or a layer that is split over it, cannot be copied or pickled "
+            "(copy.deepcopy, torch.save(model), multiprocessing, ...): save state_dict() instead, and make meshes and "
+            "split layers in each rank's own process"
+        )
+
     @cached_property
     def key(self) -> str:
         """Equal exactly for axes over the same ranks, whatever their names."""
         return f"{self.ranks[0]}.{self.size}.{crc32(repr(self.ranks).encode()):08x}"
+
+
+def axis_of_group(name: str, group: dist.ProcessGroup) -> Axis:
+    """An axis over the ranks of a process group that exists already, such as another library's. Not collective."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, ranks, ranks.index(dist.get_rank()), group if len(ranks) > 1 else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +193,15 @@ class Mesh:
         if name not in self._axes:
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
         return self._axes[name]
+
+    @cached_property
+    def everyone(self) -> Axis:
+        """All ranks of the job as one axis. No part of the grid: for what is agreed on, and not for training."""
+        group = private.world_group() if self.world > 1 else None
+        for axis in self._axes.values():
+            if axis.size == self.world:
+                return axis
+        return Axis("all ranks", tuple(range(self.world)), self.rank, group, self)
 
     def rows(self, name: str) -> list[tuple[int, ...]]:
         """The global ranks of every row along the axis ``name``; this rank is in one. Alike on all ranks."""

@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
+_PIECES_ATTRIBUTE = "_shardcore_pieces"
+_SEQUENCE_ATTRIBUTE = "_shardcore_splits_sequence"
+
+RELEASED_VERSION = 1 << 31
+"""Parameters whose memory is gone for a while show autograd counts of writes from here on; see ``zero.saved``."""
+
+_random_sources: list[RandomSource] = []
 
 
 class LossScale(Protocol):
@@ -84,6 +91,12 @@ class ShardedGroup(Protocol):
     def range_of_rank(self, slot: ParameterSlot, position: int) -> tuple[int, int, int]:
         """As ``local_range``, for the rank at this position along the shard axis."""
 
+    def begin_load(self) -> torch.Tensor:
+        """The memory [shard_numel] that a checkpoint is loaded into: masters where these are here, else ``own``."""
+
+    def end_load(self) -> None:
+        """It was filled: the parameters show it from now on. Collective over the shard axis."""
+
     def publish(self, *, copied: bool = False) -> None:
         """Make the updated master weights the parameters: cast (unless ``copied``: the update has), and gather where
         parameters are whole. Collective.
@@ -103,6 +116,8 @@ class ShardedRoot(Protocol):
     """Where states rest: a :class:`shardcore.offload.Offload`."""
     num_tokens: float | torch.Tensor | None
     num_passes: int
+    before_changes: list[Callable[[], None]]
+    """Called, and forgotten, before weights or states next change: somebody is still reading them."""
     optimizers: list[weakref.ref[ShardedOptimizerMark]]
 
     @property
@@ -129,11 +144,29 @@ class ShardedRoot(Protocol):
     def check_here(self, *states: str, what: str) -> None:
         """Raise if one of these states was moved away by ``offload_states``."""
 
+    def come_to_rest(self, what: str) -> None:
+        """Between steps: nothing is under way or away, and masters have what was written to parameters."""
+
+    def about_to_change(self) -> None:
+        """Weights or states are about to change: let those finish who read them."""
+
     def live_optimizers(self) -> list[ShardedOptimizerMark]:
         """The optimizers made for this model that still exist."""
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Use this scale for plain ``loss.backward()`` from now on."""
+
+
+class RandomSource(Protocol):
+    """Random numbers beside torch's default generators, such as those of one rank of a tensor-parallel group. A
+    ``torch.Generator`` is one.
+    """
+
+    def get_state(self) -> Any:
+        """What :meth:`set_state` brings back."""
+
+    def set_state(self, state: Any, /) -> object:
+        """Continue from there."""
 
 
 class PipelinePart(Protocol):
@@ -147,12 +180,70 @@ class PipelinePart(Protocol):
     def pipeline_axis(self) -> Axis:
         """The axis over which the stages lie."""
 
+    num_steps: int
+    """Steps taken; random numbers depend on it."""
+
     def counts_in_norm(self, param: torch.nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global norm; one rank does for each."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """What an optimizer keeps of one parameter on this rank, or a part of that: elements [start, stop), flattened."""
+
+    slot: ParameterSlot
+    options: int
+    """Number of the parameter group."""
+    start: int
+    stop: int
+    states: dict[str, torch.dtype]
+    """Names of what it keeps for each element; the master weights, under ``MASTER``, where these are not here."""
+    values: dict[str, Any]
+    """What is one value for all elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A part of a state that is to be loaded: elements [start, stop) of the flattened parameter, into ``out``."""
+
+    slot: ParameterSlot
+    name: str
+    start: int
+    stop: int
+    out: torch.Tensor
+
+
+MASTER = "master weight"
+"""The name of master weights among the states that an optimizer reads and writes for a checkpoint."""
+
+
+class TensorPieces(Protocol):
+    """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole."""
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+
+    def local(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of ``full_shape``."""
+
+    def assemble(self, local: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor of ``full_shape`` of which every rank gives its part. Collective over the axis."""
+
+    def counted_flat_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the flattened part that no earlier rank of the axis holds."""
+
+
 class ShardedOptimizerMark:
     """Base of the optimizers that step sharded parameters; any other optimizer over them is refused."""
+
+    param_groups: list[dict[str, Any]]
+    num_steps: int
+    num_skipped_steps: int
 
     @property
     def loss_scale(self) -> LossScale:
@@ -173,6 +264,26 @@ class ShardedOptimizerMark:
 
     def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
         """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        raise NotImplementedError
+
+    def held_pieces(self) -> list[HeldPiece]:
+        """All that it keeps on this rank, in the order in which :meth:`read_pieces` shows it."""
+        raise NotImplementedError
+
+    def read_pieces(self, act: Callable[[HeldPiece, dict[str, torch.Tensor]], None]) -> None:
+        """Call ``act`` with each piece and its states [stop - start], while they are in memory."""
+        raise NotImplementedError
+
+    def kept_states(self) -> list[tuple[list[str], list[str]]]:
+        """For each parameter group, the names of states of an element, and of values for all elements."""
+        raise NotImplementedError
+
+    def write_pieces(
+        self, values: Callable[[ParameterSlot], dict[str, Any] | None] | None, fill: Callable[[list[Fill]], None]
+    ) -> None:
+        """Replace all states: ``values`` gives those that are one for all elements, or None for a parameter without
+        state; ``fill`` is called to fill the others. Without ``values`` only master weights on a disk are replaced.
+        """
         raise NotImplementedError
 
 
@@ -211,6 +322,32 @@ def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
     return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
 
 
+def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
+    """Note which part of it the parameter is."""
+    setattr(param, _PIECES_ATTRIBUTE, pieces)
+
+
+def find_pieces(param: torch.Tensor) -> Any | None:
+    """The :class:`TensorPieces` of a parameter of a tensor-parallel model, or None."""
+    return param.__dict__.get(_PIECES_ATTRIBUTE)
+
+
+def mark_sequence_split(model: torch.nn.Module) -> None:
+    """Note that activations between the model's blocks are split along the sequence."""
+    object.__setattr__(model, _SEQUENCE_ATTRIBUTE, True)
+
+
+def splits_sequence(model: Any) -> bool:
+    """Whether activations between the model's blocks are split along the sequence."""
+    return bool(getattr(model, "__dict__", {}).get(_SEQUENCE_ATTRIBUTE))
+
+
+def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:
+    """The tensor axis over which a model with these parameters is split, or None."""
+    pieces = next((each for each in map(find_pieces, params) if each is not None), None)
+    return None if pieces is None else pieces.axis
+
+
 def attach_slot(slot: ParameterSlot) -> None:
     """Leave the slot on its parameter.
 
@@ -224,3 +361,14 @@ def find_slot(param: torch.Tensor) -> ParameterSlot | None:
     """The slot of a sharded parameter, or None for any other tensor (also where the sharded model is gone)."""
     reference: weakref.ref[ParameterSlot] | None = param.__dict__.get(_SLOT_ATTRIBUTE)
     return None if reference is None else reference()
+
+
+def register_random_source(source: RandomSource) -> None:
+    """What is computed again from now on draws the same numbers from ``source`` as the first time."""
+    if source not in _random_sources:
+        _random_sources.append(source)
+
+
+def random_sources() -> Sequence[RandomSource]:
+    """Those that were registered, in order."""
+    return _random_sources

@@ -78,12 +78,14 @@ def test_initialize_compares_the_configuration() -> None:
 
 @spmd(world=2)
 def test_axes_that_nothing_uses_are_refused() -> None:
-    for axis in ("tp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         mesh = sc.Mesh(**{axis: 2})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=rf"{axis}=2, but .* not built yet"):
             sc.shard(nn.Linear(4, 4), mesh)
         with pytest.raises(ConfigError, match=rf"{axis}=2, but .* not built yet"):
             sc.shard(nn.Linear(4, 4), mesh["dp"])
+    with pytest.raises(ConfigError, match=r"tp=2, but Linear is not split over it.*shardcore\.tensor\.parallelize"):
+        sc.shard(nn.Linear(4, 4), sc.Mesh(tp=2))
 
 
 @pytest.mark.parametrize("given", ["bf16", "bfloat16", torch.bfloat16, sc.Precision(param=torch.bfloat16)])

@@ -62,8 +62,8 @@ def sample(case: str, precision: str, world: int) -> list[Recipe]:
     return [recipe(case, stage, precision, *draw.choice(SWITCHES)) for stage in stages]
 
 
-def product(case: str, precision: str) -> list[Recipe]:
-    return [recipe(case, stage, precision, *switches) for stage in STAGES for switches in SWITCHES]
+def product(case: str, precision: str, stage: int) -> list[Recipe]:
+    return [recipe(case, stage, precision, *switches) for switches in SWITCHES]
 
 
 def train_all(recipes: list[Recipe]) -> list[Trained]:
@@ -106,8 +106,10 @@ def test_b28_16_bit_follows_the_plain_loop(case: str, world: int, precision: str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("case", "world"), cells("fp32"))
-def test_b28_whole_product(case: str, world: int, precision: str) -> None:
-    if (case, world) in cells(precision):
-        check(product(case, precision), world)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("case", "world", "precision"),
+    [(*cell, precision) for precision in ("fp32", "bf16", "fp16") for cell in cells(precision)],
+)
+def test_b28_whole_product(case: str, world: int, precision: str, stage: int) -> None:
+    check(product(case, precision, stage), world)

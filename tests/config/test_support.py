@@ -46,12 +46,9 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
         ("pipeline.stages", 4),
-        ("tensor_parallel.autotp_size", 2),
-        ("tensor_parallel.tp_size", 2),
-        ("tensor_parallel.tp.tp_size", 2),
+        ("tensor_parallel.partition_config", {"use_default_specs": False}),
         ("sequence_parallel_size", 2),
         ("expert_parallel.enabled", True),
-        ("activation_checkpointing.partition_activations", True),
         ("torch_autocast.enabled", True),
         ("tensorboard.enabled", True),
         ("comms_logger.enabled", True),
@@ -221,3 +218,16 @@ def test_a_file_as_front_ends_write_it_loads_in_drop_in_mode() -> None:
     )
     assert (config.param_dtype, config.zero.stage, config.logging.steps_per_print) == ("bf16", 3, None)
     assert [note.split(" ")[0] for note in config.notes] == ["without"]
+
+
+@pytest.mark.parametrize("key", ["tp_size", "autotp_size", "tp.tp_size"])
+def test_tensor_parallel_ranks_under_each_of_their_names(key: str) -> None:
+    assert load(**nested(f"tensor_parallel.{key}", 4)).tensor.num_ranks == 4
+    assert load(**nested(f"tensor_parallel.{key}", 0)).tensor.num_ranks == 1
+
+
+def test_tensor_parallel_ranks_given_twice() -> None:
+    same = {"tensor_parallel": {"tp_size": 2, "autotp_size": 2}}
+    assert load(**same).tensor.num_ranks == 2
+    (problem,) = problems({"tensor_parallel": {"tp_size": 2, "tp": {"tp_size": 4}}})
+    assert problem.startswith("tensor_parallel.tp_size is 2, tensor_parallel.tp.tp_size is 4: these keys")

@@ -90,7 +90,12 @@ DOCUMENTED: dict[str, str] = {
 }
 """Every key of DeepSpeed 0.19 by section."""
 
-OURS = {"zero_optimization.replicate_size", "zero_optimization.replicate_inside"}
+OURS = {
+    "zero_optimization.replicate_size",
+    "zero_optimization.replicate_inside",
+    "activation_checkpointing.policy",
+    "activation_checkpointing.units",
+}
 OLDER_BLOCKS = {
     "compile", "compression_training", "curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue",
     "quantize_training", "sparse_attention", "hybrid_engine",
@@ -117,6 +122,7 @@ DEFAULTS: dict[str, Any] = {
     "wall_clock_breakdown": False,
     "dump_state": False,
     "dataloader_drop_last": False,
+    "checkpoint.tag_validation": "Warn",
     "log_level": None,
     "fp16.enabled": False,
     "fp16.auto_cast": False,
@@ -139,6 +145,9 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.replicate_size": 1,
+    "tensor_parallel.autotp_size": 0,
+    "tensor_parallel.tp_size": 1,
+    "tensor_parallel.tp.tp_size": 1,
     "zero_optimization.replicate_inside": False,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.zero_quantized_weights": False,
@@ -154,6 +163,15 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.offload_optimizer.nvme_path": None,
     "zero_optimization.offload_optimizer.buffer_count": 4,
     "zero_optimization.offload_optimizer.pin_memory": True,
+    "pipeline.activation_checkpoint_interval": 0,
+    "activation_checkpointing.policy": None,
+    "activation_checkpointing.units": (),
+    "activation_checkpointing.partition_activations": False,
+    "activation_checkpointing.cpu_checkpointing": False,
+    "activation_checkpointing.contiguous_memory_optimization": False,
+    "activation_checkpointing.number_checkpoints": None,
+    "activation_checkpointing.synchronize_checkpoint_boundary": False,
+    "activation_checkpointing.profile": False,
     "aio.block_size": 1048576,
     "aio.queue_depth": 32,  # DeepSpeed: 8; the depth changes no number
     "optimizer.type": dataclasses.MISSING,

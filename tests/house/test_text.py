@@ -153,3 +153,9 @@ def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tests_that_a_page_names_exist(document: str) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (sources.REPO / document).read_text()):
+        assert f"\ndef {name}(" in (sources.REPO / path).read_text(), f"{path}::{name}"

@@ -56,11 +56,34 @@ def test_data_replaced_while_summoned_are_noticed() -> None:
 
 @spmd(world=1)
 def test_groups_are_fixed() -> None:
-    optim = sc.optimizer("adamw", model(2), lr=0.1)
+    sharded = model(2)
+    optim = sc.optimizer("adamw", sharded, lr=0.1)
     with pytest.raises(StateError, match="cannot be added"):
         optim.add_param_group({"params": []})
+    optim.param_groups.append({"params": []})
+    sharded(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StateError, match="cannot be added"):
+        optim.step()
 
 
 def test_missing_names_are_explained() -> None:
     with pytest.raises(AttributeError, match="does not offer 'comm' yet"):
         _ = deepspeed.comm
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@spmd(world=2)
+def test_a_torch_optimizer_over_sharded_parameters_among_others_says_so_too(stage: int) -> None:
+    sharded, head = model(stage), nn.Linear(2, 1)
+    plain = torch.optim.SGD([*head.parameters(), *sharded.parameters()], lr=0.1)
+    head(sharded(torch.ones(2, 4))).sum().backward()
+    with pytest.raises(StateError, match=r"'0\.weight'.*shardcore\.optimizer"):
+        plain.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@spmd(world=2)
+def test_ddp_around_a_sharded_model_is_refused(stage: int) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model(stage))
+    with pytest.raises(StateError, match="DistributedDataParallel around"):
+        wrapped(torch.ones(2, 4))

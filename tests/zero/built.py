@@ -205,7 +205,21 @@ def hugging_face(name: str) -> Callable[[], nn.Module]:
         "mamba": ("MambaForCausalLM", "MambaConfig", mamba),
     }
     model, config, options = choices[name]
-    return lambda: getattr(transformers, model)(getattr(transformers, config)(**options))
+    cls = _fully_initialised_clip() if name == "clip" else getattr(transformers, model)
+    return lambda: cls(getattr(transformers, config)(**options))
+
+
+def _fully_initialised_clip() -> type[nn.Module]:
+    """CLIP's own initialisation leaves out ``logit_scale``, whose value its constructor computes."""
+    import transformers
+
+    class FullyInitialised(transformers.CLIPModel):
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if module is self:
+                nn.init.constant_(module.logit_scale, self.config.logit_scale_init_value)
+
+    return FullyInitialised
 
 
 def sharded(model: nn.Module, stage: int = 3) -> nn.Module:

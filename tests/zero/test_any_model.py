@@ -354,6 +354,8 @@ def test_gradients_asked_of_autograd_by_parameter_are_refused_at_stage_3() -> No
     model = sc.shard(seeded(Block), stage=3)
     with pytest.raises(StateError, match=r"used by 'grad'.*loss\.backward\(\)"):
         torch.autograd.grad(model(rows(0, 0, 4, 7)).sum(), list(model.parameters()))
+    with pytest.raises(StateError, match=r"used by 'backward'.*without naming parameters"):
+        model(rows(0, 0, 4, 7)).sum().backward(inputs=list(model.parameters()))
 
 
 @all_stages

@@ -96,3 +96,52 @@ def test_a_rank_that_ends_early_is_noticed_at_once() -> None:
     noticed, message = said[0].split(maxsplit=1)
     assert "rank 1 has ended its program" in message
     assert float(noticed) - float(said[1]) < LIMIT_S
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@spmd(world=2)
+def test_a_forward_that_is_interrupted_leaves_nothing_behind(stage: int) -> None:
+    """torch passes over the hooks of a forward that a ``KeyboardInterrupt`` leaves."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def play(model: nn.Module, step: int, data_rank: int) -> None:
+        hook = model[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(rows(step, data_rank, 4, 7))
+        hook.remove()
+        model(rows(step, data_rank, 4, 7)).square().mean().backward()
+        with torch.no_grad():
+            model(rows(step, data_rank, 4, 7))
+
+    check_follows(stack, play, stage=stage)
+
+
+class Reluctant(nn.Linear):
+    """Has a part of its state that cannot always be had."""
+
+    is_broken = False
+
+    def get_extra_state(self) -> str:
+        if self.is_broken:
+            raise ValueError("not now")
+        return "there"
+
+    def set_extra_state(self, state: str) -> None:
+        """Nothing to set."""
+
+
+@spmd(world=2)
+def test_a_state_dict_after_one_that_failed_is_that_of_now() -> None:
+    model = sc.shard(nn.Sequential(Reluctant(4, 4), nn.Linear(4, 4)), stage=3)
+    optim = sc.optimizer("sgd", model, lr=0.1)
+    model[0].is_broken = True
+    with pytest.raises(ValueError, match="not now"):
+        model.state_dict()
+    model[0].is_broken = False
+    model(torch.ones(2, 4)).square().mean().backward()
+    optim.step()
+    saved = sc.state_dict(model, rank0_only=False)
+    with sc.summon(model):
+        assert all(torch.equal(saved[name], param) for name, param in model.named_parameters())

@@ -226,3 +226,22 @@ def test_g29_the_state_of_another_model_is_refused_on_every_rank() -> None:
         optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": []})
     with pytest.raises(ConfigError, match="lacks param_groups, pieces, state"):
         optimizer.load_state_dict({})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("differs", ["rank 0 alone", "other values"])
+@spmd(world=2)
+def test_torchs_load_state_dict_on_ranks_that_differ_is_an_error_on_all(stage: int, differs: str) -> None:
+    model = sc.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage=stage)
+    optim = sc.optimizer("sgd", model, lr=0.1)
+    rank = sc.Mesh().rank
+    weights = {name: torch.full(param.shape, float(rank)) for name, param in model.named_parameters()}
+    if rank == 0 or differs == "other values":
+        model.load_state_dict(weights)
+
+    def train() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+
+    with pytest.raises(RankMismatchError, match="load_state_dict of 0"):
+        train()

@@ -58,6 +58,15 @@ def test_an_architecture_of_hugging_face(name: str, world: int, stage: int) -> N
 
 
 @spmd(world=2)
+def test_what_an_architecture_of_hugging_face_does_not_initialise_is_named() -> None:
+    import transformers
+
+    config = hugging_face("clip")().config
+    with pytest.raises(ConfigError, match=r"'logit_scale' of CLIPModel.*shardcore\.empty_init"):
+        sharded(empty(lambda: transformers.CLIPModel(config)))
+
+
+@spmd(world=2)
 def test_different_seeds_give_the_first_ranks_values() -> None:
     rank = sc.Mesh().rank
     reference = to_empty(Plain, 0)

@@ -82,6 +82,29 @@ def test_an_optimizer_that_looks_at_shapes_is_refused() -> None:
         sc.optimizer(DecayOnMatrices, model, lr=0.1)
 
 
+class TrustRatio(torch.optim.Optimizer):
+    """Scales updates by norms of whole parameters, in those groups that ask for it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "adapts": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    ratio = param.norm() / param.grad.norm() if group["adapts"] else 1.0
+                    param.add_(param.grad * ratio, alpha=-group["lr"])
+
+
+@spmd(world=1)
+def test_every_group_of_an_optimizer_is_tried() -> None:
+    model = sc.shard(nn.Sequential(nn.Linear(4, 4)), stage=2)
+    groups = [{"params": [model[0].bias]}, {"params": [model[0].weight], "adapts": True}]
+    with pytest.raises(ConfigError, match="TrustRatio is not element-wise"):
+        sc.optimizer(TrustRatio, groups)
+
+
 @spmd(world=2)
 def test_an_instance_that_was_taken_over_stays_of_use() -> None:
     model = nn.Sequential(nn.Linear(4, 4))

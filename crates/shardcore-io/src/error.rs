@@ -61,7 +61,8 @@ pub enum StorageError {
 
 impl StorageError {
     /// A failed system call on a path.
-    pub(crate) fn os(action: &'static str, path: &Path, offset: Option<u64>, error: &io::Error) -> Self {
+    #[must_use]
+    pub fn os(action: &'static str, path: &Path, offset: Option<u64>, error: &io::Error) -> Self {
         Self::Os { action, path: path.to_owned(), offset, errno: error.raw_os_error().unwrap_or(libc::EINVAL) }
     }
 

@@ -144,8 +144,11 @@ impl Drop for Named {
     }
 }
 
-/// Gives the file its space.
-fn reserve(file: &File, folder: &Path, nbytes: u64) -> Result<()> {
+/// Gives an open file in `folder` its space, and its length.
+///
+/// # Errors
+/// [`StorageError::DiskFull`] with the arithmetic; [`StorageError::Os`] for whatever else the system refuses.
+pub fn reserve(file: &File, folder: &Path, nbytes: u64) -> Result<()> {
     let free = free_nbytes(folder);
     let full = |free_nbytes| StorageError::DiskFull { path: folder.to_owned(), wanted_nbytes: nbytes, free_nbytes };
     if let Some(free_nbytes) = free.filter(|&free| free < nbytes) {

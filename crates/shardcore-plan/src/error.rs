@@ -67,6 +67,9 @@ pub enum PlanError {
     #[error("this schedule has no form in {form}: {reason}")]
     NoSuchForm { form: &'static str, reason: String },
 
+    #[error("interrupted")]
+    Interrupted,
+
     #[error("not a pipeline layout: {reason}")]
     BadLayout { reason: String },
 
@@ -75,6 +78,14 @@ pub enum PlanError {
 
     #[error("no parameter named {name:?} in this layout of {num_params} parameters")]
     UnknownParameter { name: String, num_params: usize },
+
+    #[error(
+        "cannot go from one layout to the other: {reason}; both must hold the same parameters, in any order and any number of shards"
+    )]
+    DifferentParameters { reason: String },
+
+    #[error("piece {piece} of rank {rank}: {reason}")]
+    BadPiece { rank: usize, piece: usize, reason: String },
 
     #[error("unknown phase {phase:?}: expected \"forward\" or \"backward\"")]
     UnknownPhase { phase: String },
@@ -153,6 +164,11 @@ pub enum PlanError {
 
     #[error("cannot lower the schedule: {reason}")]
     BadLowering { reason: String },
+
+    #[error(
+        "receives_ahead is {given}, but this program cannot run with fewer than {needed} where a message that finds no room holds up the rank that sends it: so many receives of one stage and direction have to wait until the first of them is used; give {needed} or more, or change the order of the micro-batches"
+    )]
+    TooFewReceives { given: u32, needed: u32 },
 
     #[error("bad cost {what}: expected {expected}")]
     BadCost { what: String, expected: String },

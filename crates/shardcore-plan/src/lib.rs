@@ -10,6 +10,8 @@
 //! | [`bucket`] | in which order the groups' gradients are reduced |
 //! | [`prefetch`] | when units are gathered and released in a step |
 //! | [`shard_plan`] | all of it for a model cut into units |
+//! | [`reshard`] | which elements move where when the number of shards changes |
+//! | [`share`] | which rank writes which part of what several ranks hold alike |
 //! | [`swap`] | when tiles of optimizer states move between a disk and host memory |
 //!
 //! A plan also has a digest (ranks compare it at the start), a table for people (`explain`) and a JSON document, of
@@ -21,8 +23,10 @@ pub mod bucket;
 pub mod groups;
 pub mod layout;
 pub mod prefetch;
+pub mod reshard;
 pub mod schedule;
 pub mod shard_plan;
+pub mod share;
 pub mod swap;
 
 mod diff;

@@ -9,6 +9,7 @@ use shardcore_plan::PlanError;
 use shardcore_plan::schedule::{Action, ActionKind};
 
 use crate::error::CoreError;
+use crate::numbers::Whole;
 
 /// One thing a rank does: what, with which stage, for which micro-batch. ``str(action)`` reads ``"2F0"``.
 ///
@@ -27,17 +28,22 @@ impl PyAction {
 
     /// ``microbatch`` is ``None`` for kinds that have none. ``slot`` and ``with_next`` are as the properties.
     #[new]
-    #[pyo3(signature = (kind, stage, microbatch = None, *, slot = 0, with_next = false))]
-    fn new(kind: &str, stage: i128, microbatch: Option<i128>, slot: u16, with_next: bool) -> Result<Self, CoreError> {
+    #[pyo3(signature = (kind, stage, microbatch = None, *, slot = Whole(0), with_next = false), text_signature = "(kind, stage, microbatch=None, *, slot=0, with_next=False)")]
+    fn new(
+        kind: &str,
+        stage: Whole,
+        microbatch: Option<Whole>,
+        slot: Whole,
+        with_next: bool,
+    ) -> Result<Self, CoreError> {
         let kind = ActionKind::from_name(kind)?;
-        let number = |what, value: i128| {
-            u32::try_from(value).map_err(|_| PlanError::OutOfRange { what, value, expected: "0 to 2^32 - 1" })
-        };
+        let number = |what, value: Whole| value.fit(what, "0 to 2^32 - 1");
         let microbatch = match (kind.has_microbatch(), microbatch) {
             (true, Some(value)) => number("microbatch", value)?,
             (false, None) => 0,
             (needs, _) => return Err(PlanError::ActionMicrobatch { kind: kind.name(), needs }.into()),
         };
+        let slot = slot.fit("slot", "0 to 65535")?;
         Ok(Self(Action { kind, with_next, slot, stage: number("stage", stage)?, microbatch }))
     }
 

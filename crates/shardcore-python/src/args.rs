@@ -10,6 +10,7 @@ use shardcore_io::StorageError;
 use shardcore_plan::{Dtype, Param, PlanError, Sharding, Unit};
 
 use crate::error::CoreError;
+use crate::numbers::Whole;
 
 #[cfg(feature = "stubs")]
 const PARAM_TYPE: PyStaticExpr = type_hint_subscript!(
@@ -80,24 +81,24 @@ fn numel(object: &Bound<'_, PyAny>) -> PyResult<Result<u64, PlanError>> {
     match object.extract::<u64>() {
         Ok(numel) => Ok(Ok(numel)),
         Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-            Ok(Err(PlanError::numel(object.extract::<i128>()?)))
+            Ok(Err(PlanError::numel(object.extract::<Whole>()?.0)))
         }
         Err(error) => Err(error),
     }
 }
 
 /// Checks the two numbers that describe shards.
-pub(crate) fn sharding(num_shards: i128, alignment: i128) -> Result<Sharding, PlanError> {
-    let count = u64::try_from(num_shards).map_err(|_| PlanError::num_shards(num_shards))?;
-    let align = u64::try_from(alignment).map_err(|_| PlanError::alignment(alignment))?;
+pub(crate) fn sharding(num_shards: Whole, alignment: Whole) -> Result<Sharding, PlanError> {
+    let count = num_shards.fit_or(PlanError::num_shards)?;
+    let align = alignment.fit_or(PlanError::alignment)?;
     Sharding::new(count, align)
 }
 
 /// Checks the limit on a segment.
-pub(crate) fn segment_limit(segment_nbytes: Option<i128>) -> Result<Option<NonZeroU64>, PlanError> {
-    let limit = |value: i128| {
-        let nbytes = u64::try_from(value).ok().and_then(NonZeroU64::new);
-        nbytes.ok_or_else(|| PlanError::segment_nbytes(value))
+pub(crate) fn segment_limit(segment_nbytes: Option<Whole>) -> Result<Option<NonZeroU64>, PlanError> {
+    let limit = |value: Whole| {
+        let nbytes = u64::try_from(value.0).ok().and_then(NonZeroU64::new);
+        nbytes.ok_or_else(|| PlanError::segment_nbytes(value.0))
     };
     segment_nbytes.map(limit).transpose()
 }

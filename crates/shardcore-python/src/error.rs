@@ -1,12 +1,14 @@
 //! The one place where a Rust error becomes a Python exception.
 
 use pyo3::prelude::*;
+use shardcore_checkpoint::CheckpointError;
 use shardcore_io::StorageError;
 use shardcore_kernels::KernelError;
 use shardcore_link::LinkError;
 use shardcore_plan::PlanError;
 
 mod classes {
+    pyo3::import_exception!(shardcore.errors, CheckpointError);
     pyo3::import_exception!(shardcore.errors, ConfigError);
     pyo3::import_exception!(shardcore.errors, PlanError);
     pyo3::import_exception!(shardcore.errors, RankMismatchError);
@@ -23,6 +25,8 @@ pub(crate) enum CoreError {
     Link(LinkError),
     /// Host memory or a disk could not do what was asked.
     Storage(StorageError),
+    /// A checkpoint is damaged, incomplete or not there.
+    Checkpoint(CheckpointError),
     /// A setting cannot be honoured.
     Config(String),
     /// A tensor has no memory of the kind that Rust can use.
@@ -55,6 +59,15 @@ impl From<StorageError> for CoreError {
     }
 }
 
+impl From<CheckpointError> for CoreError {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Storage(error) => Self::Storage(error),
+            error => Self::Checkpoint(error),
+        }
+    }
+}
+
 impl From<KernelError> for CoreError {
     fn from(error: KernelError) -> Self {
         Self::Kernel(error)
@@ -70,6 +83,7 @@ impl From<CoreError> for PyErr {
             }
             CoreError::Link(error) => classes::RankMismatchError::new_err(error.to_string()),
             CoreError::Storage(error) => storage_error(&error),
+            CoreError::Checkpoint(error) => classes::CheckpointError::new_err(error.to_string()),
             CoreError::Config(message) | CoreError::KernelTensor(message) => classes::ConfigError::new_err(message),
             CoreError::Tensor(message) => classes::StorageError::new_err(message),
             CoreError::Kernel(error) => classes::ConfigError::new_err(error.to_string()),

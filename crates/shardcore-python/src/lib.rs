@@ -5,6 +5,7 @@
 
 mod action;
 mod args;
+mod checkpoint;
 mod error;
 mod gil;
 mod host_memory;
@@ -12,11 +13,13 @@ mod io;
 mod kernel_tensor;
 mod kernels;
 mod link;
+mod numbers;
 mod partition;
 mod plan;
 mod prefetch;
 mod prefetch_args;
 mod quantize;
+mod reshard;
 mod schedule;
 mod schedule_args;
 mod simulation;
@@ -29,6 +32,11 @@ mod tensor;
 mod _core {
     #[pymodule_export]
     use crate::action::PyAction;
+    #[pymodule_export]
+    use crate::checkpoint::{
+        PyCheckpointReader, PyCheckpointWriter, abandon_checkpoint, begin_checkpoint, checkpoint_aside,
+        choose_checkpoint, commit_checkpoint, latest_checkpoint, list_checkpoints, verify_checkpoint,
+    };
     #[pymodule_export]
     use crate::host_memory::{PyHostMemory, check_host_memory};
     #[pymodule_export]
@@ -48,6 +56,8 @@ mod _core {
     use crate::prefetch::{PyPrefetchCoordinator, PyPrefetchPlan, prefetch};
     #[pymodule_export]
     use crate::quantize::{dequantize_tensors, quantization_block, quantize_tensors};
+    #[pymodule_export]
+    use crate::reshard::{reshard, share_writes};
     #[pymodule_export]
     use crate::schedule::{PyPipelineSchedule, evaluation_schedule, pipeline_schedule, schedule_names};
     #[pymodule_export]

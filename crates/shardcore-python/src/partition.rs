@@ -9,6 +9,7 @@ use shardcore_plan::schedule::partition;
 
 use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::{Number, Whole, fit_all, plain};
 
 /// Cuts layers into consecutive parts whose heaviest is as light as can be.
 ///
@@ -22,20 +23,22 @@ use crate::gil;
 #[pyo3(signature = (weights, num_parts, *, cut_nbytes = None))]
 pub(crate) fn partition_layers(
     py: Python<'_>,
-    weights: Vec<f64>,
-    num_parts: i128,
-    cut_nbytes: Option<Vec<u64>>,
+    weights: Vec<Number>,
+    num_parts: Whole,
+    cut_nbytes: Option<Vec<Whole>>,
 ) -> PyResult<Vec<usize>> {
-    let num_parts = parts(num_parts)?;
-    gil::run(py, || partition::balanced(&weights, num_parts, cut_nbytes.as_deref()))
+    let (num_parts, cut_nbytes, weights) = (parts(num_parts)?, cuts(cut_nbytes)?, plain(weights));
+    gil::run_interruptible(py, |interrupted| {
+        partition::balanced_unless(&weights, num_parts, cut_nbytes.as_deref(), interrupted)
+    })
 }
 
 /// Cuts layers into consecutive parts whose lengths differ by at most one, the longer ones at the end.
 ///
 /// Raises ``PlanError`` for fewer layers than parts.
 #[pyfunction]
-pub(crate) fn partition_uniform(num_layers: usize, num_parts: i128) -> Result<Vec<usize>, CoreError> {
-    Ok(partition::uniform(num_layers, parts(num_parts)?)?)
+pub(crate) fn partition_uniform(num_layers: Whole, num_parts: Whole) -> Result<Vec<usize>, CoreError> {
+    Ok(partition::uniform(layers(num_layers)?, parts(num_parts)?)?)
 }
 
 /// Spreads marked layers evenly over consecutive parts, as ``partition_layers`` does where a marked layer weighs 1 and
@@ -45,11 +48,15 @@ pub(crate) fn partition_uniform(num_layers: usize, num_parts: i128) -> Result<Ve
 #[pyfunction]
 #[pyo3(signature = (marked, num_parts, *, cut_nbytes = None))]
 pub(crate) fn partition_marked(
+    py: Python<'_>,
     marked: Vec<bool>,
-    num_parts: i128,
-    cut_nbytes: Option<Vec<u64>>,
-) -> Result<Vec<usize>, CoreError> {
-    Ok(partition::by_marks(&marked, parts(num_parts)?, cut_nbytes.as_deref())?)
+    num_parts: Whole,
+    cut_nbytes: Option<Vec<Whole>>,
+) -> PyResult<Vec<usize>> {
+    let (num_parts, cut_nbytes) = (parts(num_parts)?, cuts(cut_nbytes)?);
+    gil::run_interruptible(py, |interrupted| {
+        partition::by_marks_unless(&marked, num_parts, cut_nbytes.as_deref(), interrupted)
+    })
 }
 
 /// Checks boundaries that someone chose by hand, and gives them back: from 0 to ``num_layers``, each beyond the one
@@ -57,8 +64,8 @@ pub(crate) fn partition_marked(
 ///
 /// Raises ``PlanError`` naming the first boundary that is wrong.
 #[pyfunction]
-pub(crate) fn check_boundaries(boundaries: Vec<usize>, num_layers: usize) -> Result<Vec<usize>, CoreError> {
-    Ok(partition::manual(boundaries, num_layers)?)
+pub(crate) fn check_boundaries(boundaries: Vec<Whole>, num_layers: Whole) -> Result<Vec<usize>, CoreError> {
+    Ok(partition::manual(places(boundaries)?, layers(num_layers)?)?)
 }
 
 /// Reads Megatron's layout string, such as ``"Et*3|(tt|)*29,m|L"``: the layers and the boundaries of their stages.
@@ -76,12 +83,32 @@ pub(crate) fn from_megatron_layout(text: &str) -> Result<(Vec<&'static str>, Vec
 /// Layers and boundaries are as ``from_megatron_layout`` gives them. Raises ``PlanError`` for an unknown layer, an
 /// order that Megatron refuses, and boundaries that are none.
 #[pyfunction]
-pub(crate) fn to_megatron_layout(layers: Vec<String>, boundaries: Vec<usize>) -> Result<String, CoreError> {
+pub(crate) fn to_megatron_layout(layers: Vec<String>, boundaries: Vec<Whole>) -> Result<String, CoreError> {
     let layers = layers.iter().map(|name| LayerKind::parse(name)).collect::<Result<_, PlanError>>()?;
-    Ok(LayerLayout::new(layers, boundaries)?.to_string())
+    Ok(LayerLayout::new(layers, places(boundaries)?)?.to_string())
 }
 
-fn parts(value: i128) -> Result<usize, CoreError> {
-    let error = PlanError::OutOfRange { what: "num_parts", value, expected: "at least 1" };
-    usize::try_from(value).map_err(|_| error.into())
+fn parts(num_parts: Whole) -> Result<usize, CoreError> {
+    Ok(num_parts.fit_or(|value| {
+        let expected = if value < 1 { "at least 1" } else { "at most 2^24" };
+        PlanError::OutOfRange { what: "num_parts", value, expected }
+    })?)
+}
+
+fn layers(num_layers: Whole) -> Result<usize, CoreError> {
+    Ok(num_layers.fit("num_layers", "0 to 2^64 - 1")?)
+}
+
+fn places(boundaries: Vec<Whole>) -> Result<Vec<usize>, CoreError> {
+    let error = |at: usize, value: i128| PlanError::BadPartition {
+        reason: format!("boundary {at} is {value}: no layer has it"),
+    };
+    Ok(fit_all(boundaries, error)?)
+}
+
+fn cuts(cut_nbytes: Option<Vec<Whole>>) -> Result<Option<Vec<u64>>, CoreError> {
+    let error = |at: usize, value: i128| PlanError::BadPartition {
+        reason: format!("cut_nbytes[{at}] is {value}: expected 0 to 2^64 - 1 bytes"),
+    };
+    Ok(cut_nbytes.map(|nbytes| fit_all(nbytes, error)).transpose()?)
 }

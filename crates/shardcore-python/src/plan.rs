@@ -10,6 +10,7 @@ use shardcore_plan::{FlatLayout, PlanError, ShardPlan, first_difference as diffe
 use crate::args::{Params, Units, segment_limit, sharding};
 use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::Whole;
 
 /// Where each parameter of one group lies in a flat buffer, and which piece of it each rank holds.
 ///
@@ -89,9 +90,9 @@ impl PyShardLayout {
     ///
     /// ``start`` and ``stop`` count in the flattened parameter, ``shard_offset`` in the rank's shard. A range is never
     /// empty: parameters of which the rank holds nothing are left out. Raises ``PlanError`` for a rank out of range.
-    fn ranges(&self, rank: i128) -> Result<Vec<(&str, u64, u64, u64)>, CoreError> {
+    fn ranges(&self, rank: Whole) -> Result<Vec<(&str, u64, u64, u64)>, CoreError> {
         let num_shards = self.0.num_shards();
-        let rank = u64::try_from(rank).map_err(|_| PlanError::RankOutOfRange { rank, num_shards })?;
+        let rank = rank.fit_or(|rank| PlanError::RankOutOfRange { rank, num_shards })?;
         let ranges = self.0.ranges(rank)?;
         Ok(ranges.map(|range| (range.name, range.start, range.stop, range.shard_offset)).collect())
     }
@@ -132,6 +133,12 @@ impl PyShardLayout {
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py)?,)))
+    }
+}
+
+impl PyShardLayout {
+    pub(crate) fn layout(&self) -> &FlatLayout {
+        &self.0
     }
 }
 
@@ -229,12 +236,12 @@ impl PyShardPlan {
 ///
 /// Raises ``PlanError`` for mixed dtypes or trainabilities (use ``groups``), duplicate names and numbers out of range.
 #[pyfunction]
-#[pyo3(signature = (params, num_shards, *, alignment = 256))]
+#[pyo3(signature = (params, num_shards, *, alignment = Whole(256)), text_signature = "(params, num_shards, *, alignment=256)")]
 pub(crate) fn shard_layout(
     py: Python<'_>,
     params: Params,
-    num_shards: i128,
-    alignment: i128,
+    num_shards: Whole,
+    alignment: Whole,
 ) -> PyResult<PyShardLayout> {
     gil::run(py, || FlatLayout::new(params.0, sharding(num_shards, alignment)?)).map(PyShardLayout::from)
 }
@@ -247,13 +254,13 @@ pub(crate) fn shard_layout(
 ///
 /// Raises ``PlanError`` for duplicate names and numbers out of range.
 #[pyfunction]
-#[pyo3(signature = (params, num_shards, *, segment_nbytes = None, alignment = 256))]
+#[pyo3(signature = (params, num_shards, *, segment_nbytes = None, alignment = Whole(256)), text_signature = "(params, num_shards, *, segment_nbytes=None, alignment=256)")]
 pub(crate) fn groups(
     py: Python<'_>,
     params: Params,
-    num_shards: i128,
-    segment_nbytes: Option<i128>,
-    alignment: i128,
+    num_shards: Whole,
+    segment_nbytes: Option<Whole>,
+    alignment: Whole,
 ) -> PyResult<Vec<PyShardLayout>> {
     let layouts =
         gil::run(py, || grouping::split(params.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?))?;
@@ -267,13 +274,13 @@ pub(crate) fn groups(
 ///
 /// Raises ``PlanError`` for a name in two units and for whatever ``groups`` refuses.
 #[pyfunction]
-#[pyo3(signature = (units, num_shards, *, segment_nbytes = None, alignment = 256))]
+#[pyo3(signature = (units, num_shards, *, segment_nbytes = None, alignment = Whole(256)), text_signature = "(units, num_shards, *, segment_nbytes=None, alignment=256)")]
 pub(crate) fn plan_shards(
     py: Python<'_>,
     units: Units,
-    num_shards: i128,
-    segment_nbytes: Option<i128>,
-    alignment: i128,
+    num_shards: Whole,
+    segment_nbytes: Option<Whole>,
+    alignment: Whole,
 ) -> PyResult<PyShardPlan> {
     let plan =
         gil::run(py, || ShardPlan::new(units.0, sharding(num_shards, alignment)?, segment_limit(segment_nbytes)?))?;

@@ -7,6 +7,7 @@ use shardcore_plan::prefetch::{Coordinator, Cost, Objective, Phase, PrefetchPlan
 
 use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::{Number, Whole};
 use crate::prefetch_args::{Sizes, TraceEntries, UnitSizes, limits};
 
 /// Which gathers start at which use of a step, and which units are released after which.
@@ -169,16 +170,16 @@ impl PyPrefetchCoordinator {
     #[new]
     #[pyo3(signature = (
         units, budget = None, *, objective = "time",
-        prefetch_nbytes = None, max_live_nbytes = None, max_reuse_nbytes = None, persistence_nbytes = 0
-    ))]
+        prefetch_nbytes = None, max_live_nbytes = None, max_reuse_nbytes = None, persistence_nbytes = Whole(0)
+    ), text_signature = "(units, budget=None, *, objective='time', prefetch_nbytes=None, max_live_nbytes=None, max_reuse_nbytes=None, persistence_nbytes=0)")]
     fn new(
         units: UnitSizes,
-        budget: Option<i128>,
+        budget: Option<Whole>,
         objective: &str,
-        prefetch_nbytes: Option<i128>,
-        max_live_nbytes: Option<i128>,
-        max_reuse_nbytes: Option<i128>,
-        persistence_nbytes: i128,
+        prefetch_nbytes: Option<Whole>,
+        max_live_nbytes: Option<Whole>,
+        max_reuse_nbytes: Option<Whole>,
+        persistence_nbytes: Whole,
     ) -> Result<Self, CoreError> {
         let limits = limits(budget, prefetch_nbytes, max_live_nbytes, max_reuse_nbytes, persistence_nbytes)?;
         Ok(Self(Coordinator::new(units.checked()?, limits, Objective::parse(objective)?)?))
@@ -196,13 +197,13 @@ impl PyPrefetchCoordinator {
     /// units whose gathers to start, and whether to wait for the gather of this one.
     ///
     /// Raises ``PlanError``, and changes nothing, if the unit does not fit into the budget beside those in use.
-    fn enter(&mut self, unit: i128, phase: &str) -> Result<(Vec<usize>, Vec<usize>, bool), CoreError> {
+    fn enter(&mut self, unit: Whole, phase: &str) -> Result<(Vec<usize>, Vec<usize>, bool), CoreError> {
         let answer = self.0.enter(index(&self.0, unit)?, Phase::parse(phase)?)?;
         Ok((answer.release.clone(), answer.start.clone(), answer.wait))
     }
 
     /// The use of ``unit`` in this phase that began last ends; gives the units to release.
-    fn leave(&mut self, unit: i128, phase: &str) -> Result<Vec<usize>, CoreError> {
+    fn leave(&mut self, unit: Whole, phase: &str) -> Result<Vec<usize>, CoreError> {
         Ok(self.0.leave(index(&self.0, unit)?, Phase::parse(phase)?)?.release.clone())
     }
 
@@ -259,8 +260,8 @@ impl PyPrefetchCoordinator {
     }
 }
 
-fn index(coordinator: &Coordinator, unit: i128) -> shardcore_plan::Result<usize> {
-    usize::try_from(unit).map_err(|_| PlanError::UnitOutOfRange { unit, num_units: coordinator.units().len() })
+fn index(coordinator: &Coordinator, unit: Whole) -> shardcore_plan::Result<usize> {
+    unit.fit_or(|unit| PlanError::UnitOutOfRange { unit, num_units: coordinator.units().len() })
 }
 
 /// Plans the gathers and releases of a step.
@@ -289,29 +290,29 @@ fn index(coordinator: &Coordinator, unit: i128) -> shardcore_plan::Result<usize>
 /// one), for a unit without a size and for numbers out of range.
 #[pyfunction]
 #[pyo3(signature = (
-    trace, sizes, budget = None, *, objective = "bytes", latency = 0.0, bandwidth = None,
-    prefetch_nbytes = None, max_live_nbytes = None, max_reuse_nbytes = None, persistence_nbytes = 0
-))]
+    trace, sizes, budget = None, *, objective = "bytes", latency = Number(0.0), bandwidth = None,
+    prefetch_nbytes = None, max_live_nbytes = None, max_reuse_nbytes = None, persistence_nbytes = Whole(0)
+), text_signature = "(trace, sizes, budget=None, *, objective='bytes', latency=0.0, bandwidth=None, prefetch_nbytes=None, max_live_nbytes=None, max_reuse_nbytes=None, persistence_nbytes=0)")]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub(crate) fn prefetch(
     py: Python<'_>,
     trace: TraceEntries,
     sizes: Sizes,
-    budget: Option<i128>,
+    budget: Option<Whole>,
     objective: &str,
-    latency: f64,
-    bandwidth: Option<f64>,
-    prefetch_nbytes: Option<i128>,
-    max_live_nbytes: Option<i128>,
-    max_reuse_nbytes: Option<i128>,
-    persistence_nbytes: i128,
+    latency: Number,
+    bandwidth: Option<Number>,
+    prefetch_nbytes: Option<Whole>,
+    max_live_nbytes: Option<Whole>,
+    max_reuse_nbytes: Option<Whole>,
+    persistence_nbytes: Whole,
 ) -> PyResult<PyPrefetchPlan> {
     let plan = gil::run(py, || {
         let limits = limits(budget, prefetch_nbytes, max_live_nbytes, max_reuse_nbytes, persistence_nbytes)?;
         let trace: Trace = trace.with_sizes(sizes)?;
         let cost = match bandwidth {
-            Some(bandwidth) => Cost::new(latency, bandwidth)?,
-            None => Cost { latency: Seconds::new(latency)?, ..Cost::balanced(&trace) },
+            Some(bandwidth) => Cost::new(latency.0, bandwidth.0)?,
+            None => Cost { latency: Seconds::new(latency.0)?, ..Cost::balanced(&trace) },
         };
         PrefetchPlan::new(trace, limits, Objective::parse(objective)?, Some(cost))
     })?;

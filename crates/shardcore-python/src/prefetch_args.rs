@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyMapping;
 #[cfg(feature = "stubs")]
@@ -11,6 +11,7 @@ use shardcore_plan::prefetch::{GatherUnit, Limits, Phase, Seconds, Trace, Use};
 use shardcore_plan::{PlanError, Result};
 
 use crate::error::CoreError;
+use crate::numbers::{Number, Whole};
 
 const ENTRY: &str = "a use is (unit, phase), (unit, phase, seconds) or (unit, phase, seconds, span)";
 
@@ -167,7 +168,7 @@ fn entry(index: usize, object: &Bound<'_, PyAny>) -> PyResult<TraceEntry> {
         _ => return Err(wrong()),
     };
     let bad = |error: PlanError| CoreError::from(PlanError::BadUse { index, reason: error.to_string() });
-    let seconds: f64 = seconds.map_or(Ok(1.0), PyAnyMethods::extract)?;
+    let Number(seconds) = seconds.map_or(Ok(Number(1.0)), |seconds| seconds.extract())?;
     let span = span.map_or(Ok(1), integer)?;
     Ok(TraceEntry {
         unit: unit_name(unit)?,
@@ -188,12 +189,8 @@ fn unit_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
     }
 }
 
-/// An integer of any size; one beyond 128 bits is out of every range, as the largest is.
 fn integer(object: &Bound<'_, PyAny>) -> PyResult<i128> {
-    match object.extract::<i128>() {
-        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => Ok(i128::MAX),
-        result => result,
-    }
+    object.extract::<Whole>().map(|value| value.0)
 }
 
 fn gather_unit(name: String, nbytes: i128) -> Result<GatherUnit> {
@@ -205,14 +202,14 @@ fn gather_unit(name: String, nbytes: i128) -> Result<GatherUnit> {
 
 /// Checks the limits of a plan; all are bytes.
 pub(crate) fn limits(
-    budget: Option<i128>,
-    prefetch: Option<i128>,
-    max_live: Option<i128>,
-    max_reuse: Option<i128>,
-    persistence: i128,
+    budget: Option<Whole>,
+    prefetch: Option<Whole>,
+    max_live: Option<Whole>,
+    max_reuse: Option<Whole>,
+    persistence: Whole,
 ) -> Result<Limits> {
-    let limit = |what, value: i128| u64::try_from(value).map_err(|_| PlanError::limit(what, value));
-    let optional = |what, value: Option<i128>| value.map(|value| limit(what, value)).transpose();
+    let limit = |what, value: Whole| value.fit_or(|value| PlanError::limit(what, value));
+    let optional = |what, value: Option<Whole>| value.map(|value| limit(what, value)).transpose();
     Ok(Limits {
         budget: optional("budget", budget)?,
         prefetch_nbytes: optional("prefetch_nbytes", prefetch)?,

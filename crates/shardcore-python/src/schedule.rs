@@ -14,7 +14,10 @@ use shardcore_plan::schedule::{
 use crate::action::{Programs, PyAction};
 use crate::error::CoreError;
 use crate::gil;
-use crate::schedule_args::{PyAmount, PyCosts, PyLowering, amount, cost_spec, count, lowering, lowering_dict, network};
+use crate::numbers::{Number, Whole};
+use crate::schedule_args::{
+    Latencies, PyAmount, PyCosts, PyLowering, amount, cost_spec, count, lowering, lowering_dict, network, ranks,
+};
 use crate::simulation::PySimulation;
 
 /// What each rank of a pipeline does, in which order.
@@ -43,16 +46,16 @@ impl From<Schedule> for PyPipelineSchedule {
 #[pymethods]
 impl PyPipelineSchedule {
     #[new]
-    #[pyo3(signature = (programs, placement, num_microbatches, *, name = "custom", num_slices = 1, num_chains = 1, gating = "all", comm = "blocking", lowering = None))]
+    #[pyo3(signature = (programs, placement, num_microbatches, *, name = "custom", num_slices = Whole(1), num_chains = Whole(1), gating = "all", comm = "blocking", lowering = None), text_signature = "(programs, placement, num_microbatches, *, name='custom', num_slices=1, num_chains=1, gating='all', comm='blocking', lowering=None)")]
     #[expect(clippy::too_many_arguments, reason = "one for each field of the header")]
     fn new(
         py: Python<'_>,
         programs: Programs,
-        placement: Vec<u32>,
-        num_microbatches: i128,
+        placement: Vec<Whole>,
+        num_microbatches: Whole,
         name: &str,
-        num_slices: i128,
-        num_chains: i128,
+        num_slices: Whole,
+        num_chains: Whole,
         gating: &str,
         comm: &str,
         lowering: Option<PyLowering>,
@@ -154,40 +157,51 @@ impl PyPipelineSchedule {
     /// ``reduce`` is ``"once"`` behind a stage's last weight gradient or ``"per-microbatch"`` (at stages 2 and 3).
     /// ``optimizer`` is ``"absent"``, ``"barrier"`` (behind all gradients of the rank) or ``"post-validation"`` (each
     /// stage as soon as its gradients are reduced). ``tied`` has groups of stages that share weights.
-    /// ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used (the order of
-    /// the messages may need more; then the property ``lowering`` has what it needs), ``max_unsharded`` the stages that
-    /// a rank gathers at once, where no composite works on more.
+    /// ``receives_ahead`` bounds the receives of a stage and direction that are posted and not yet used (``None``: 2,
+    /// or as many as the programs need if those are more), ``max_unsharded`` the stages that a rank gathers at once.
     ///
-    /// Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, and for options that do not
-    /// fit each other.
-    #[pyo3(signature = (*, zero_stage = None, reduce = "once", optimizer = "absent", tied = Vec::new(), receives_ahead = 2, max_unsharded = 2), text_signature = "($self, *, zero_stage=None, reduce='once', optimizer='absent', tied=(), receives_ahead=2, max_unsharded=2)")]
+    /// ``costs``, spelled as for ``pipeline_schedule``, are what a run takes: each receive is posted when its message
+    /// leaves, so at these costs the lowered programs take no longer than the schedule itself, as far as the receives
+    /// ahead cover the latency. By default every computation takes the same time and a hop a quarter of it.
+    ///
+    /// Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, for fewer receives ahead than
+    /// it needs, and for options that do not fit each other.
+    #[pyo3(signature = (*, zero_stage = None, reduce = "once", optimizer = "absent", tied = Vec::new(), receives_ahead = None, max_unsharded = Whole(2), costs = None), text_signature = "($self, *, zero_stage=None, reduce='once', optimizer='absent', tied=(), receives_ahead=None, max_unsharded=2, costs=None)")]
     #[expect(clippy::too_many_arguments, reason = "one for each option")]
     fn lower(
         &self,
         py: Python<'_>,
-        zero_stage: Option<i128>,
+        zero_stage: Option<Whole>,
         reduce: &str,
         optimizer: &str,
-        tied: Vec<Vec<u32>>,
-        receives_ahead: i128,
-        max_unsharded: i128,
+        tied: Vec<Vec<Whole>>,
+        receives_ahead: Option<Whole>,
+        max_unsharded: Whole,
+        costs: Option<PyCosts>,
     ) -> PyResult<Self> {
         let options = lowering(zero_stage, reduce, optimizer, tied, receives_ahead, max_unsharded)?;
-        gil::run(py, || self.0.lower(&options)).map(Self::from)
+        gil::run(py, || {
+            let costs = costs.map(|spec| costs_of(&self.0, &spec.0)).transpose()?;
+            if receives_ahead.is_some() {
+                return lowered(&self.0, &options, costs.as_ref());
+            }
+            lowered_with_room(&self.0, &options, costs.as_ref())
+        })
+        .map(Self::from)
     }
 
     /// The actions of one rank, in their order. Raises ``PlanError`` for a rank out of range.
-    fn program(&self, rank: i128) -> Result<Vec<PyAction>, CoreError> {
+    fn program(&self, rank: Whole) -> Result<Vec<PyAction>, CoreError> {
         let num_ranks = self.0.num_ranks();
-        let known = u32::try_from(rank).map_err(|_| PlanError::NoSuchRank { rank, num_ranks })?;
+        let known = rank.fit_or(|rank| PlanError::NoSuchRank { rank, num_ranks })?;
         Ok(self.0.program(known)?.iter().copied().map(PyAction).collect())
     }
 
     /// The stages of one rank, ascending. Raises ``PlanError`` for a rank out of range.
-    fn stages(&self, rank: i128) -> Result<&[u32], CoreError> {
+    fn stages(&self, rank: Whole) -> Result<&[u32], CoreError> {
         let num_ranks = self.0.num_ranks();
-        let known = u32::try_from(rank).ok().filter(|rank| *rank < num_ranks);
-        let known = known.ok_or(PlanError::NoSuchRank { rank, num_ranks })?;
+        let known = u32::try_from(rank.0).ok().filter(|rank| *rank < num_ranks);
+        let known = known.ok_or(PlanError::NoSuchRank { rank: rank.0, num_ranks })?;
         Ok(self.0.placement().stages_of(known))
     }
 
@@ -201,10 +215,12 @@ impl PyPipelineSchedule {
     ///
     /// Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
     /// each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
-    /// its messages. ``composite`` scales the time of a composite against the sum of its parts.
+    /// each message that it sends or receives. ``composite`` scales the time of a composite against the sum of its
+    /// parts.
     ///
-    /// Raises ``PlanError`` for costs that do not fit, and for programs that cannot go on.
-    #[pyo3(signature = (forward, input_grad, weight_grad, hop = 0.0, activation = PyAmount::ONE, stash = None, *, fused_backward = None, latency = None, message = None, bandwidth = None, overlap = true, composite = 1.0), text_signature = "($self, forward, input_grad, weight_grad, hop=0.0, activation=1.0, stash=None, *, fused_backward=None, latency=None, message=None, bandwidth=None, overlap=True, composite=1.0)")]
+    /// Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
+    /// on.
+    #[pyo3(signature = (forward, input_grad, weight_grad, hop = Number(0.0), activation = PyAmount::ONE, stash = None, *, fused_backward = None, latency = None, message = None, bandwidth = None, overlap = true, composite = Number(1.0)), text_signature = "($self, forward, input_grad, weight_grad, hop=0.0, activation=1.0, stash=None, *, fused_backward=None, latency=None, message=None, bandwidth=None, overlap=True, composite=1.0)")]
     #[expect(clippy::too_many_arguments, reason = "one for each cost")]
     fn simulate(
         &self,
@@ -212,18 +228,18 @@ impl PyPipelineSchedule {
         forward: PyAmount,
         input_grad: PyAmount,
         weight_grad: PyAmount,
-        hop: f64,
+        hop: Number,
         activation: PyAmount,
         stash: Option<PyAmount>,
         fused_backward: Option<PyAmount>,
-        latency: Option<BTreeMap<(u32, u32), f64>>,
-        message: Option<Vec<f64>>,
-        bandwidth: Option<f64>,
+        latency: Option<Latencies>,
+        message: Option<Vec<Number>>,
+        bandwidth: Option<Number>,
         overlap: bool,
-        composite: f64,
+        composite: Number,
     ) -> PyResult<PySimulation> {
         let spec = cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash);
-        let network = network(latency, message, bandwidth, overlap, composite);
+        let network = network(latency, message, bandwidth, overlap, composite)?;
         gil::run(py, || PySimulation::of(&self.0, &spec, &network))
     }
 
@@ -245,17 +261,17 @@ impl PyPipelineSchedule {
         &self,
         py: Python<'_>,
         comm: Option<&str>,
-        memory_cap: Option<f64>,
+        memory_cap: Option<Number>,
         activation: PyAmount,
         stash: Option<PyAmount>,
-        capacity: Option<i128>,
+        capacity: Option<Whole>,
     ) -> PyResult<()> {
         let delivery = delivery(comm, capacity)?;
         let spec = CostSpec { activation: activation.0, stash: amount(stash), ..CostSpec::default() };
         gil::run(py, || {
             check_under(&self.0, delivery)?;
             match memory_cap {
-                Some(cap) => check::memory(&self.0, cap, &costs_of(&self.0, &spec)?),
+                Some(cap) => check::memory(&self.0, cap.0, &costs_of(&self.0, &spec)?),
                 None => Ok(()),
             }
         })
@@ -331,14 +347,26 @@ fn costs_of(schedule: &Schedule, spec: &CostSpec) -> Result<Costs, PlanError> {
     Costs::new(spec, schedule.placement(), schedule.header().num_slices)
 }
 
+/// The schedule lowered at given costs, or at the usual ones.
+fn lowered(schedule: &Schedule, options: &Lowering, costs: Option<&Costs>) -> Result<Schedule, PlanError> {
+    costs.map_or_else(|| schedule.lower(options), |costs| schedule.lower_for(options, costs))
+}
+
+/// The same with as many receives ahead as the programs need, if those are more than the options say.
+fn lowered_with_room(schedule: &Schedule, options: &Lowering, costs: Option<&Costs>) -> Result<Schedule, PlanError> {
+    match lowered(schedule, options, costs) {
+        Err(PlanError::TooFewReceives { needed, .. }) => {
+            lowered(schedule, &Lowering { receives_ahead: needed, ..options.clone() }, costs)
+        }
+        result => result,
+    }
+}
+
 /// The way to deliver messages; ``None`` for what the schedule declares.
-fn delivery(comm: Option<&str>, capacity: Option<i128>) -> Result<Option<Delivery>, CoreError> {
+fn delivery(comm: Option<&str>, capacity: Option<Whole>) -> Result<Option<Delivery>, CoreError> {
     match (comm, capacity) {
         (Some(_), Some(_)) => Err(PlanError::TwoDeliveries.into()),
-        (None, Some(messages)) => {
-            let refused = |value| PlanError::OutOfRange { what: "capacity", value, expected: "0 to 2^32 - 1 messages" };
-            Ok(Some(Delivery::Capacity(count(messages, refused)?)))
-        }
+        (None, Some(messages)) => Ok(Some(Delivery::Capacity(messages.fit("capacity", "0 to 2^32 - 1 messages")?))),
         (comm, None) => Ok(comm.map(Delivery::from_name).transpose()?),
     }
 }
@@ -349,15 +377,15 @@ fn check_under(schedule: &Schedule, delivery: Option<Delivery>) -> Result<(), Pl
         Some(delivery) if schedule.is_lowered() => check::communication(schedule, delivery),
         Some(delivery) => {
             check::dependencies(schedule)?;
-            check::communication(&schedule.lower(&Lowering::default())?, delivery)
+            check::communication(&lowered_with_room(schedule, &Lowering::default(), None)?, delivery)
         }
     }
 }
 
 /// The placement with its number of chains.
-fn placed(ranks: Vec<u32>, num_chains: i128) -> Result<Placement, CoreError> {
+fn placed(placement: Vec<Whole>, num_chains: Whole) -> Result<Placement, CoreError> {
     let chains = count(num_chains, |value| PlanError::OutOfRange { what: "num_chains", value, expected: "1 or 2" })?;
-    Ok(Placement::new(ranks, chains)?)
+    Ok(Placement::new(ranks(placement)?, chains)?)
 }
 
 /// Programs with more than compute are lowered ones.
@@ -384,9 +412,9 @@ fn assembled(header: Header, programs: Vec<Vec<Action>>, lowering: Option<Loweri
 pub(crate) fn pipeline_schedule(
     py: Python<'_>,
     name: &str,
-    num_ranks: i128,
-    num_microbatches: i128,
-    num_chunks: Option<i128>,
+    num_ranks: Whole,
+    num_microbatches: Whole,
+    num_chunks: Option<Whole>,
     costs: Option<PyCosts>,
 ) -> PyResult<PyPipelineSchedule> {
     let name = ScheduleName::from_name(name).map_err(CoreError::from)?;
@@ -409,12 +437,12 @@ pub(crate) fn schedule_names() -> Vec<&'static str> {
 /// ``placement`` is the rank of every stage, in ``num_chains`` copies of the model. Any number of micro-batches works.
 /// Raises ``PlanError`` for a placement that leaves a rank without a stage.
 #[pyfunction]
-#[pyo3(signature = (placement, num_microbatches, *, num_chains = 1))]
+#[pyo3(signature = (placement, num_microbatches, *, num_chains = Whole(1)), text_signature = "(placement, num_microbatches, *, num_chains=1)")]
 pub(crate) fn evaluation_schedule(
     py: Python<'_>,
-    placement: Vec<u32>,
-    num_microbatches: i128,
-    num_chains: i128,
+    placement: Vec<Whole>,
+    num_microbatches: Whole,
+    num_chains: Whole,
 ) -> PyResult<PyPipelineSchedule> {
     let placement = placed(placement, num_chains)?;
     let num_microbatches = count(num_microbatches, PlanError::num_microbatches)?;

@@ -12,10 +12,22 @@ use shardcore_plan::schedule::simulate::Network;
 use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
 
 use crate::error::CoreError;
+use crate::numbers::{Number, Whole, fit_all, plain};
 
 /// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
-pub(crate) fn count(value: i128, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
-    u32::try_from(value).map_err(|_| error(value).into())
+pub(crate) fn count(value: Whole, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
+    let too_large = |error| match error {
+        PlanError::OutOfRange { what, value: value @ 1.., .. } => {
+            PlanError::OutOfRange { what, value, expected: "at most 2^32 - 1" }
+        }
+        error => error,
+    };
+    Ok(value.fit_or(|value| too_large(error(value)))?)
+}
+
+/// The ranks of stages.
+pub(crate) fn ranks(placement: Vec<Whole>) -> Result<Vec<u32>, PlanError> {
+    fit_all(placement, |stage, rank| PlanError::BadPlacement { reason: format!("stage {stage} is on rank {rank}") })
 }
 
 /// A cost or a size: a number (per rank and micro-batch) or a list (per stage).
@@ -64,7 +76,7 @@ pub(crate) fn cost_spec(
     input_grad: PyAmount,
     weight_grad: PyAmount,
     fused_backward: Option<PyAmount>,
-    hop: f64,
+    hop: Number,
     activation: PyAmount,
     stash: Option<PyAmount>,
 ) -> CostSpec {
@@ -73,7 +85,7 @@ pub(crate) fn cost_spec(
         input_grad: input_grad.0,
         weight_grad: weight_grad.0,
         fused_backward: amount(fused_backward),
-        hop,
+        hop: hop.0,
         activation: activation.0,
         stash: amount(stash),
     }
@@ -134,7 +146,7 @@ fn set(spec: &mut CostSpec, key: &str, value: &Bound<'_, PyAny>) -> PyResult<()>
         "input_grad" => spec.input_grad = amount(value)?,
         "weight_grad" => spec.weight_grad = amount(value)?,
         "fused_backward" => spec.fused_backward = optional(value)?,
-        "hop" => spec.hop = value.extract()?,
+        "hop" => spec.hop = value.extract::<Number>()?.0,
         "activation" => spec.activation = amount(value)?,
         "stash" => spec.stash = optional(value)?,
         _ => {
@@ -148,39 +160,52 @@ fn set(spec: &mut CostSpec, key: &str, value: &Bound<'_, PyAny>) -> PyResult<()>
 
 /// The links between ranks, from keyword arguments.
 pub(crate) fn network(
-    latency: Option<BTreeMap<(u32, u32), f64>>,
-    message: Option<Vec<f64>>,
-    bandwidth: Option<f64>,
+    latency: Option<Latencies>,
+    message: Option<Vec<Number>>,
+    bandwidth: Option<Number>,
     overlap: bool,
-    composite: f64,
-) -> Network {
-    Network {
-        latency: latency.unwrap_or_default(),
-        message: message.unwrap_or_default(),
-        bandwidth: bandwidth.unwrap_or(f64::INFINITY),
+    composite: Number,
+) -> Result<Network, CoreError> {
+    let edge = |((from, to), time): ((Whole, Whole), Number)| -> Result<((u32, u32), f64), CoreError> {
+        let rank = |rank: Whole| {
+            rank.fit_or(|_| PlanError::BadCost {
+                what: format!("latency of edge {}->{}", from.0, to.0),
+                expected: "two ranks between which messages pass".to_owned(),
+            })
+        };
+        Ok(((rank(from)?, rank(to)?), time.0))
+    };
+    Ok(Network {
+        latency: latency.unwrap_or_default().into_iter().map(edge).collect::<Result<_, CoreError>>()?,
+        message: plain(message.unwrap_or_default()),
+        bandwidth: bandwidth.map_or(f64::INFINITY, |bandwidth| bandwidth.0),
         overlap,
-        composite,
-    }
+        composite: composite.0,
+    })
 }
+
+/// Latencies of directed edges.
+pub(crate) type Latencies = BTreeMap<(Whole, Whole), Number>;
 
 /// What a schedule is lowered for, from the keyword arguments of `lower`.
 pub(crate) fn lowering(
-    zero_stage: Option<i128>,
+    zero_stage: Option<Whole>,
     reduce: &str,
     optimizer: &str,
-    tied: Vec<Vec<u32>>,
-    receives_ahead: i128,
-    max_unsharded: i128,
+    tied: Vec<Vec<Whole>>,
+    receives_ahead: Option<Whole>,
+    max_unsharded: Whole,
 ) -> Result<Lowering, CoreError> {
-    let stage = |value| {
-        u8::try_from(value).map_err(|_| PlanError::OutOfRange { what: "zero_stage", value, expected: "0, 1, 2 or 3" })
+    let bad_stage = |_: usize, stage: i128| PlanError::BadLowering {
+        reason: format!("tied stages: stage {stage} is out of range"),
     };
+    let receives = receives_ahead.map(|given| count(given, |value| at_least_1("receives_ahead", value))).transpose()?;
     Ok(Lowering {
-        zero_stage: zero_stage.map(stage).transpose()?,
+        zero_stage: zero_stage.map(|stage| stage.fit("zero_stage", "0, 1, 2 or 3")).transpose()?,
         reduce: ReduceTiming::from_name(reduce)?,
         optimizer: OptimizerStep::from_name(optimizer)?,
-        tied,
-        receives_ahead: count(receives_ahead, |value| at_least_1("receives_ahead", value))?,
+        tied: tied.into_iter().map(|group| fit_all(group, bad_stage)).collect::<Result<_, PlanError>>()?,
+        receives_ahead: receives.unwrap_or(Lowering::default().receives_ahead),
         max_unsharded: count(max_unsharded, |value| at_least_1("max_unsharded", value))?,
     })
 }
@@ -216,7 +241,10 @@ impl<'py> FromPyObject<'_, 'py> for PyLowering {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let defaults = lowering_dict(object.py(), &Lowering::default())?;
-        for item in object.call_method0("items")?.try_iter()? {
+        let items = object.call_method0("items").map_err(|_| {
+            PyTypeError::new_err(format!("a lowering is a mapping of what lower takes, got {:?}", object.to_owned()))
+        })?;
+        for item in items.try_iter()? {
             let (key, value): (String, Bound<'py, PyAny>) = item?.extract()?;
             if !defaults.contains(&key)? {
                 return Err(PyTypeError::new_err(format!(

@@ -12,6 +12,7 @@ use shardcore_plan::schedule::{Amount, CostSpec, Costs, Schedule};
 
 use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::{Number, Whole};
 use crate::schedule::PyPipelineSchedule;
 
 /// When the actions of a schedule run, what is idle and what is held. Made by ``PipelineSchedule.simulate``.
@@ -35,9 +36,9 @@ impl PySimulation {
     }
 
     /// What a list over ranks has for one of them.
-    fn at<'a, T>(&self, list: &'a [T], rank: i128) -> Result<&'a T, CoreError> {
-        let found = usize::try_from(rank).ok().and_then(|rank| list.get(rank));
-        Ok(found.ok_or(PlanError::NoSuchRank { rank, num_ranks: self.schedule.num_ranks() })?)
+    fn at<'a, T>(&self, list: &'a [T], rank: Whole) -> Result<&'a T, CoreError> {
+        let found = usize::try_from(rank.0).ok().and_then(|rank| list.get(rank));
+        Ok(found.ok_or(PlanError::NoSuchRank { rank: rank.0, num_ranks: self.schedule.num_ranks() })?)
     }
 }
 
@@ -81,19 +82,22 @@ impl PySimulation {
 
     /// ``(start, end)`` of each action of a rank, in the order of its program. Raises ``PlanError`` for a rank out of
     /// range.
-    fn intervals(&self, rank: i128) -> Result<Vec<(f64, f64)>, CoreError> {
+    fn intervals(&self, rank: Whole) -> Result<Vec<(f64, f64)>, CoreError> {
         Ok(self.at(&self.run.intervals, rank)?.iter().map(|at| (at.start, at.end)).collect())
     }
 
     /// What a rank holds over time: ``(time, held)``, each until the next. Raises ``PlanError`` for a rank out of
     /// range.
-    fn memory(&self, rank: i128) -> Result<Vec<(f64, f64)>, CoreError> {
+    fn memory(&self, rank: Whole) -> Result<Vec<(f64, f64)>, CoreError> {
         Ok(self.at(&self.run.memory, rank)?.iter().map(|point| (point.time, point.held)).collect())
     }
 
     /// A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
-    #[pyo3(signature = (*, max_width = 160))]
-    fn to_ascii(&self, py: Python<'_>, max_width: usize) -> PyResult<String> {
+    ///
+    /// Labels are shortened where that lets all of it be seen. Raises ``PlanError`` for a negative width.
+    #[pyo3(signature = (*, max_width = Whole(160)), text_signature = "($self, *, max_width=160)")]
+    fn to_ascii(&self, py: Python<'_>, max_width: Whole) -> PyResult<String> {
+        let max_width = max_width.fit("max_width", "0 to 2^64 - 1 columns").map_err(CoreError::from)?;
         gil::run_infallible(py, || render::ascii(&self.schedule, &self.run, max_width))
     }
 
@@ -104,8 +108,16 @@ impl PySimulation {
 
     /// A trace that <https://ui.perfetto.dev> opens (JSON of Chrome's trace events): one track per rank, arrows for
     /// messages, a counter for memory. One unit of time is shown as ``microseconds``.
-    #[pyo3(signature = (*, microseconds = 1000.0))]
-    fn to_perfetto(&self, py: Python<'_>, microseconds: f64) -> PyResult<String> {
+    ///
+    /// Raises ``PlanError`` for microseconds that are not above 0, or so many that no double holds the last time.
+    #[pyo3(signature = (*, microseconds = Number(1000.0)), text_signature = "($self, *, microseconds=1000.0)")]
+    fn to_perfetto(&self, py: Python<'_>, microseconds: Number) -> PyResult<String> {
+        let microseconds = microseconds.0;
+        if !(microseconds > 0.0 && (self.run.makespan * microseconds).is_finite() && microseconds.is_finite()) {
+            let expected = "a number above 0 by which the makespan can be multiplied".to_owned();
+            let what = format!("microseconds = {microseconds}");
+            return Err(CoreError::from(PlanError::BadCost { what, expected }).into());
+        }
         gil::run_infallible(py, || render::perfetto(&self.schedule, &self.run, microseconds))
     }
 

@@ -3,9 +3,12 @@
 #![allow(clippy::needless_pass_by_value, reason = "pyo3 hands lists over by value")]
 
 use pyo3::prelude::*;
+use shardcore_plan::PlanError;
 use shardcore_plan::swap::{self, SwapPlan};
 
+use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::{Whole, fit_all};
 
 /// What to do with which tile in which slot.
 type Action = (&'static str, usize, usize);
@@ -24,9 +27,12 @@ type TilePlace = (u64, u64, Vec<u64>);
 #[pyfunction]
 pub(crate) fn plan_swap(
     py: Python<'_>,
-    order: Vec<usize>,
-    residents: Vec<Option<usize>>,
+    order: Vec<Whole>,
+    residents: Vec<Option<Whole>>,
 ) -> PyResult<(Vec<Action>, Vec<Option<usize>>)> {
+    let order = order.into_iter().map(tile).collect::<Result<Vec<usize>, CoreError>>()?;
+    let residents = residents.into_iter().map(|held| held.map(tile).transpose());
+    let residents = residents.collect::<Result<Vec<Option<usize>>, CoreError>>()?;
     let SwapPlan { actions, residents } = gil::run(py, || swap::plan_swap(&order, &residents))?;
     Ok((actions.into_iter().map(|(action, tile, slot)| (action.name(), tile, slot)).collect(), residents))
 }
@@ -38,7 +44,20 @@ pub(crate) fn plan_swap(
 ///
 /// Raises ``PlanError`` for more than 2^63 - 1 bytes.
 #[pyfunction]
-pub(crate) fn place_tiles(py: Python<'_>, tiles: Vec<(u64, Vec<u64>)>) -> PyResult<(Vec<TilePlace>, u64)> {
+pub(crate) fn place_tiles(py: Python<'_>, tiles: Vec<(Whole, Vec<Whole>)>) -> PyResult<(Vec<TilePlace>, u64)> {
+    let itemsize = |_: usize, value: i128| PlanError::OutOfRange {
+        what: "the itemsize of a part",
+        value,
+        expected: "0 to 2^64 - 1 bytes",
+    };
+    let sizes = |(numel, itemsizes): (Whole, Vec<Whole>)| -> Result<(u64, Vec<u64>), CoreError> {
+        Ok((numel.fit_or(PlanError::numel)?, fit_all(itemsizes, itemsize)?))
+    };
+    let tiles = tiles.into_iter().map(sizes).collect::<Result<Vec<_>, CoreError>>()?;
     let (places, file_nbytes) = gil::run(py, || swap::place_tiles(&tiles))?;
     Ok((places.into_iter().map(|place| (place.offset, place.nbytes, place.parts)).collect(), file_nbytes))
+}
+
+fn tile(number: Whole) -> Result<usize, CoreError> {
+    Ok(number.fit("the number of a tile", "0 to 2^64 - 1")?)
 }

@@ -13,8 +13,9 @@ use shardcore_plan::schedule::{Objective, Placement, Schedule};
 
 use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::{Number, Whole};
 use crate::schedule::PyPipelineSchedule;
-use crate::schedule_args::{PyAmount, cost_spec, count};
+use crate::schedule_args::{PyAmount, cost_spec, count, ranks};
 
 /// What a synthesis consists of: its properties, in their order.
 type Parts = (PyPipelineSchedule, f64, f64, f64, String);
@@ -133,7 +134,8 @@ impl<'py> FromPyObject<'_, 'py> for Cap {
 ///
 /// Costs and sizes are as in ``PipelineSchedule.simulate``. ``memory_cap`` is the most that a rank may hold (a list:
 /// each rank), in the unit of ``activation``; ``objective`` is ``"makespan"`` or ``"span"``. ``fused_backward`` is what
-/// a whole backward takes in one piece; the schedule then fuses those for which it pays. ``placement`` is the rank of
+/// a whole backward takes in one piece (``None``: as much as its gradients in a row); the schedule fuses those for which
+/// it pays, in time or in memory, since one piece needs no stash. ``placement`` is the rank of
 /// every stage, by default one stage a rank.
 ///
 /// The result is never worse than a named schedule on that placement under the same cap, comes with a certified lower
@@ -142,32 +144,32 @@ impl<'py> FromPyObject<'_, 'py> for Cap {
 /// Raises ``PlanError`` for costs that do not fit and for a cap under which a rank cannot hold one micro-batch.
 #[pyfunction]
 #[pyo3(
-    signature = (num_ranks, num_microbatches, forward, input_grad, weight_grad, hop = 0.0, activation = PyAmount::ONE, stash = None, memory_cap = None, objective = "makespan", fused_backward = None, *, placement = None),
+    signature = (num_ranks, num_microbatches, forward, input_grad, weight_grad, hop = Number(0.0), activation = PyAmount::ONE, stash = None, memory_cap = None, objective = "makespan", fused_backward = None, *, placement = None),
     text_signature = "(num_ranks, num_microbatches, forward, input_grad, weight_grad, hop=0.0, activation=1.0, stash=None, memory_cap=None, objective='makespan', fused_backward=None, *, placement=None)"
 )]
 #[expect(clippy::too_many_arguments, reason = "one for each cost")]
 pub(crate) fn synthesize(
     py: Python<'_>,
-    num_ranks: i128,
-    num_microbatches: i128,
+    num_ranks: Whole,
+    num_microbatches: Whole,
     forward: PyAmount,
     input_grad: PyAmount,
     weight_grad: PyAmount,
-    hop: f64,
+    hop: Number,
     activation: PyAmount,
     stash: Option<PyAmount>,
     memory_cap: Option<Cap>,
     objective: &str,
     fused_backward: Option<PyAmount>,
-    placement: Option<Vec<u32>>,
+    placement: Option<Vec<Whole>>,
 ) -> PyResult<PySynthesis> {
-    let ranks = count(num_ranks, PlanError::num_ranks)?;
+    let num_ranks = count(num_ranks, PlanError::num_ranks)?;
     let request = Request {
-        placement: placed(ranks, placement)?,
+        placement: placed(num_ranks, placement)?,
         num_microbatches: count(num_microbatches, PlanError::num_microbatches)?,
         costs: cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash),
         memory_cap: memory_cap.map(|cap| match cap {
-            Cap::All(cap) => vec![cap; ranks as usize],
+            Cap::All(cap) => vec![cap; num_ranks as usize],
             Cap::PerRank(caps) => caps,
         }),
         objective: parse_objective(objective)?,
@@ -177,9 +179,9 @@ pub(crate) fn synthesize(
 }
 
 /// The placement that was asked for, by default one stage a rank.
-fn placed(num_ranks: u32, ranks: Option<Vec<u32>>) -> Result<Placement, CoreError> {
-    let Some(ranks) = ranks else { return Ok(Placement::looped(num_ranks, 1)?) };
-    let placement = Placement::custom(ranks)?;
+fn placed(num_ranks: u32, placement: Option<Vec<Whole>>) -> Result<Placement, CoreError> {
+    let Some(placement) = placement else { return Ok(Placement::looped(num_ranks, 1)?) };
+    let placement = Placement::custom(ranks(placement)?)?;
     if placement.num_ranks() == num_ranks {
         return Ok(placement);
     }

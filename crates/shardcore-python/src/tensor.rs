@@ -21,6 +21,31 @@ impl TensorRef {
         (self.address, self.nbytes)
     }
 
+    /// The tensor's bytes.
+    ///
+    /// # Safety
+    /// While the slice lives, nobody writes them or frees their storage.
+    pub(crate) unsafe fn bytes(&self) -> &[u8] {
+        if self.nbytes == 0 {
+            return &[];
+        }
+        // SAFETY: the memory was checked to be there, and the caller promises that it stays as it is.
+        unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(self.address), self.nbytes) }
+    }
+
+    /// The tensor's bytes, to be written.
+    ///
+    /// # Safety
+    /// While the slice lives, nobody else reads or writes them or frees their storage.
+    #[expect(clippy::mut_from_ref, reason = "the memory is the tensor's, not this value's")]
+    pub(crate) unsafe fn bytes_mut(&self) -> &mut [u8] {
+        if self.nbytes == 0 {
+            return &mut [];
+        }
+        // SAFETY: the memory was checked to be there, and the caller promises to be alone with it.
+        unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(self.address), self.nbytes) }
+    }
+
     /// The tensor itself.
     pub(crate) fn into_owner(self) -> Py<PyAny> {
         self.owner

@@ -4,7 +4,8 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, sum_over_ranks
+from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
+from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, note_alike, sum_over_ranks
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
@@ -17,7 +18,7 @@ from shardcore.comm.collectives import (
     traffic_by_edge,
 )
 from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
-from shardcore.comm.program import Program
+from shardcore.comm.program import STEP, Program
 from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
 from shardcore.comm.settings import agree_on_settings
@@ -29,14 +30,17 @@ from shardcore.comm.watch import (
     program_digest,
     raise_on_program_mismatch,
     report_failure,
+    timeout_s,
 )
 
 __all__ = [
+    "STEP",
     "After",
     "Channel",
     "Coding",
     "Handle",
     "Message",
+    "Pending",
     "Program",
     "RankFailedError",
     "Receipt",
@@ -50,19 +54,25 @@ __all__ = [
     "channels",
     "check_level",
     "clear_failure",
+    "equal_parts",
     "exchange",
     "fingerprint",
+    "gather_dim",
     "gather_shards",
     "max_over_ranks",
     "name_of_next_model",
+    "note_alike",
     "packed_nbytes",
     "program_digest",
     "raise_on_program_mismatch",
+    "reduce_dim",
     "reduce_shards",
     "report_failure",
     "reset_traffic",
     "settle",
     "sum_over_ranks",
+    "sum_tensor",
+    "timeout_s",
     "traffic",
     "traffic_by_edge",
     "unpack",

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardcore.comm import watch
 from shardcore.comm.collectives import all_reduce, broadcast
 from shardcore.errors import RankMismatchError
 from shardcore.mesh import Axis
+
+if TYPE_CHECKING:
+    from shardcore.comm.program import Program
 
 
 def exchange(value: Any, axis: Axis, what: str) -> list[Any]:
@@ -55,9 +59,9 @@ def agree_on(
     )
 
 
-def max_over_ranks(flags: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
+def max_over_ranks(flags: torch.Tensor, axis: Axis, what: str, program: Program | None = None) -> torch.Tensor:
     """The element-wise maximum of a CPU tensor over the axis, in place. Collective."""
-    all_reduce(flags, axis, what, maximum=True).wait()
+    all_reduce(flags, axis, what, program, maximum=True).wait()
     return flags
 
 
@@ -65,6 +69,14 @@ def sum_over_ranks(value: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
     """The sum of a small tensor over the axis, in place. Collective."""
     all_reduce(value, axis, what).wait()
     return value
+
+
+def note_alike(axis: Axis, what: str, unit: str, value: torch.Tensor) -> None:
+    """Note what every rank must do alike and with the same values, although nothing is exchanged by it: ranks that did
+    not are told at the next comparison, at the latest in the next step. Not collective.
+    """
+    if axis.size > 1:
+        watch.record(axis, what, f"{unit} (checksum {fingerprint(value):08x})", value.numel())
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

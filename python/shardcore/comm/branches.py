@@ -140,6 +140,7 @@ def all_enter(axis: Axis, label: str) -> bool:
         if time.monotonic() - noted > watch.PATIENCE_S:
             noted = time.monotonic()
             watch.look_around(entry)
+            watch.raise_gone(b, entry)
             if watch.published(b, axis, "parted"):
                 return False
             # Ranks that did not need to ask wait in the collective itself.

@@ -102,14 +102,33 @@ def reduce_shards(full: torch.Tensor, axis: Axis, unit: str, program: Program | 
     return _exchange_and_sum(full, shards, axis, entry)
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, unit: str, *, maximum: bool = False) -> Handle:
+def all_reduce(
+    tensor: torch.Tensor, axis: Axis, unit: str, program: Program | None = None, *, maximum: bool = False
+) -> Handle:
     """Sum (or take the maximum of) ``tensor`` over the axis, in place."""
     if axis.size == 1 or tensor.numel() == 0:
         return DONE
+    if program is not None:
+        program.enter(axis, watch.label_of("all-reduce", unit, tensor.numel()))
     nbytes = 2 * tensor.nbytes // axis.size * (axis.size - 1)
     entry = _record(axis, "all-reduce", unit, tensor, nbytes, {} if maximum else {axis.rank - 1: nbytes})
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     return Handle((_work(dist.all_reduce(tensor, op, group=axis.group, async_op=True)),), entry)
+
+
+def sum_of_two(tensor: torch.Tensor, axis: Axis, unit: str) -> Handle | None:
+    """Sum a contiguous CPU tensor over an axis of two ranks in one step, in place, where they read each other's memory;
+    else None.
+    """
+    link = neighbours.link_of(axis) if axis.size == 2 and not tensor.is_cuda else None
+    if link is None:
+        return None
+    other = 1 - axis.rank
+    entry = _record(axis, "sum", unit, tensor, tensor.nbytes, {other: tensor.nbytes})
+    theirs = torch.empty_like(tensor)
+    work = neighbours.exchange(link, entry, tensor, [(other, 0, theirs)])
+    # A sum of two has the same bits in either order.
+    return Handle((work,), entry, lambda: _add_in_place(tensor, theirs))
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int, unit: str) -> Handle:
@@ -159,6 +178,11 @@ def reset_traffic() -> None:
     """Start counting anew."""
     _traffic.clear()
     _edges.clear()
+
+
+def _add_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(other)
 
 
 def _exchange_and_sum(full: torch.Tensor, shards: list[torch.Tensor], axis: Axis, entry: watch.Entry) -> Handle:

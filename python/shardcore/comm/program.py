@@ -8,17 +8,26 @@ ranks part, one of them does so. Then they go on by turns (:mod:`branches`).
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from shardcore.comm import branches, watch
 from shardcore.comm.branches import Guest
 from shardcore.mesh import Axis
 
+STEP = "gradient flags"
+"""What ranks agree on at the end of a step: no rank enters it while others have a backward more to reduce."""
+
 
 class Program:
-    """Collectives of one model since the last boundary, against those of the step before."""
+    """Collectives of one model since the last boundary, against those of the step before. A step begins with the
+    agreement (:data:`STEP`) that ends the one before it.
+    """
 
     def __init__(self) -> None:
         self._known: list[str] = []
         self._current: list[str] = []
+        self._skipped = 0
+        """Of the known order, what does not come in this part of a step."""
         self._departed = False
         self._num_partings = 0
 
@@ -60,14 +69,34 @@ class Program:
         """A boundary that all ranks pass: the order so far is known now."""
         if self._departed:
             self._known = self._current
-        self._current, self._departed = [], False
+        self._current, self._departed, self._skipped = [], False, 0
+
+    def end_step(self) -> None:
+        """A step is about to be agreed on. One that has ended early departs from the known order by that."""
+        is_short = not self._departed and self._skipped + len(self._current) < len(self._known)
+        self.end()
+        self._departed = is_short
+
+    def begin_forward(self) -> None:
+        """A forward outside a step begins, as in an evaluation: it gathers in the order of a step's forward."""
+        if not all(map(_is_step, self._current)):
+            self.end()
+            self._skipped = len(list(takewhile(_is_step, self._known)))
 
     def _is_known(self, label: str) -> bool:
         if self._num_partings != watch.board().num_partings:  # since then ranks may know different orders
             self._num_partings = watch.board().num_partings
-            self._known, self._current = [], []
-        position = len(self._current)
+            self._known, self._current, self._skipped = [], [], 0
+        if not self._current and _is_step(label) and not any(map(_is_step, self._known[:1])):
+            self._known.insert(0, label)  # the first agreement of all: the next step begins with it
+            self._current.append(label)
+            return False
+        position = self._skipped + len(self._current)
         self._current.append(label)
         known = position < len(self._known) and self._known[position] == label
         self._departed = self._departed or not known
         return not self._departed
+
+
+def _is_step(label: str) -> bool:
+    return f" {STEP} " in label

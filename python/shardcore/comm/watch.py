@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -95,6 +96,8 @@ def board() -> _Board:
     store = private.default_store() if dist.is_initialized() else None
     if _board is None or _board.store is not store:
         _board = _Board(store, dist.get_rank() if store is not None else 0)
+        if store is not None:
+            store.set(f"shardcore/process/{_board.rank}", json.dumps([_process_space(), os.getpid()]))
         sys.excepthook = _report_uncaught
         atexit.unregister(_report_end)
         atexit.register(_report_end)
@@ -322,6 +325,39 @@ def raise_failure(b: _Board, entry: Entry) -> None:
             )
 
 
+def raise_gone(b: _Board, entry: Entry) -> None:
+    """Raise :class:`RankFailedError` if the process of another rank of the axis, on this machine, is gone. Who waits in
+    a collective learns it by the connection; who waits for an answer in the store does not.
+    """
+    for rank in entry.axis.ranks:
+        key = f"shardcore/process/{rank}"
+        if b.store is None or rank == b.rank or not b.store.check([key]):
+            continue
+        space, pid = json.loads(b.store.get(key))
+        if space and space == _process_space() and not _runs(pid):
+            raise RankFailedError(
+                f"rank {rank} is gone: its process {pid} ended or was killed (its own output says why; a kill without "
+                f"a message often means memory ran out). Rank {b.rank} waited for it before {where(entry)}"
+            )
+
+
+def _process_space() -> str:
+    """Equal where process numbers mean the same processes; empty where that cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
     """A peer closed its connection: it failed or is gone. Wait shortly for its reason."""
     deadline = time.monotonic() + _GRACE_S
@@ -337,7 +373,10 @@ def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
         f"{where(entry)}: the connection to another rank of {list(entry.axis.ranks)} was lost; that process ended or "
         f"was killed (its own output says why; a kill without a message often means memory ran out). Details: {error}"
     )
-    raise lost from error
+    try:
+        raise lost from error
+    finally:
+        del lost  # as in `raise_difference`
 
 
 def published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, str]]:
@@ -357,11 +396,15 @@ def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, st
     sequence, mine, other = difference
     error = RankMismatchError(
         f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
-        f"'{mine}', rank {rank} runs '{other}'. Every rank must use the same units in the same order; check for "
-        "branches that depend on the rank or on its data"
+        f"'{mine}', rank {rank} runs '{other}'. Every rank must make the same calls of the model, "
+        "backward, step, summon, state_dict and load_state_dict (with the same values) in the same order; look for one "
+        "more on a rank, and for branches that depend on the rank or on its data"
     )
     report_failure(error)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # the frame and the error would keep one another, and by the frames below the graph of the backward
 
 
 def first_difference(mine: dict[int, str], theirs: dict[int, str]) -> tuple[int, str, str] | None:

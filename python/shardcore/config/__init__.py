@@ -13,8 +13,10 @@ from shardcore.config.names import edit_distance, nearest, unknown_name, unknown
 from shardcore.config.parameters import OPTIMIZERS, REQUIRED, SCHEDULES, Parameter, schedule_settings
 from shardcore.config.read import Source, parse_json, read_source
 from shardcore.config.sections import (
+    ActivationConfig,
     BatchConfig,
     BF16Config,
+    CheckpointConfig,
     DataConfig,
     DataTypesConfig,
     FloatDtype,
@@ -25,6 +27,7 @@ from shardcore.config.sections import (
     NetworkConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.config.table import SECTION_KEYS, TABLE, lookup
@@ -35,9 +38,11 @@ __all__ = [
     "SCHEDULES",
     "SECTION_KEYS",
     "TABLE",
+    "ActivationConfig",
     "BF16Config",
     "BatchConfig",
     "BatchSizes",
+    "CheckpointConfig",
     "Classes",
     "Config",
     "DataConfig",
@@ -59,6 +64,7 @@ __all__ = [
     "Removed",
     "SchedulerConfig",
     "Source",
+    "TensorConfig",
     "Unsupported",
     "ZeroConfig",
     "drop_in_errors",

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from shardcore.config.batch import BatchSizes, DropInConfigError, solve_batch
 from shardcore.config.explain import explain, to_json
 from shardcore.config.sections import (
+    ActivationConfig,
     BatchConfig,
     BF16Config,
+    CheckpointConfig,
     DataConfig,
     DataTypesConfig,
     FloatDtype,
@@ -20,6 +22,7 @@ from shardcore.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TensorConfig,
     ZeroConfig,
 )
 from shardcore.errors import ConfigError
@@ -64,9 +67,14 @@ class Config:
     leaves: LeafConfig = field(default_factory=LeafConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shards and copies over the ranks, and how they travel."""
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    """Recomputation."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """The split of layers over ranks."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Progress lines and timers."""
     drop_in: bool = False
     """Whether DeepSpeed's defaults hold where they differ, and errors are also AssertionErrors."""

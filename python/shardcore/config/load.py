@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardcore.config.batch import DropInConfigError, check_numbers, solve_batch
@@ -11,7 +11,7 @@ from shardcore.config.choose import choose_optimizer, choose_scheduler
 from shardcore.config.config import Config
 from shardcore.config.keys import Field
 from shardcore.config.read import Source, read_source
-from shardcore.config.sections import SECTIONS
+from shardcore.config.sections import SECTIONS, TensorConfig
 from shardcore.config.table import TABLE
 from shardcore.config.walk import Findings, walk
 from shardcore.errors import ConfigError
@@ -35,7 +35,7 @@ class Classes:
 def load_config(
     source: Source,
     *,
-    data_world: int | None = None,
+    data_world: int | Callable[[Config], int | None] | None = None,
     drop_in: bool = False,
     accumulation_argument: int | None = None,
     classes: Classes | None = None,
@@ -45,7 +45,8 @@ def load_config(
     Args:
         source: a dict (never modified), the path of a JSON file (comments and trailing commas allowed), or the
             base64 form of a JSON object.
-        data_world: number of data-parallel ranks. None defers the batch triangle to `Config.resolve_batch`.
+        data_world: number of data-parallel ranks, or a function of the configuration without batch sizes that tells
+            it. None defers the batch triangle to `Config.resolve_batch`.
         drop_in: DeepSpeed's defaults hold where they differ from this library's own (clipping at 1.0, no weight
             decay in AdamW), and errors are also AssertionErrors.
         accumulation_argument: the accumulation count that a caller passed besides the file. It fills the key in
@@ -67,6 +68,7 @@ def load_config(
     _check_precision(sections, findings)
     _check_offload(sections, findings)
     _check_network(sections, findings)
+    _check_tensor(sections["tensor"], findings)
     config = Config(
         **sections,
         drop_in=drop_in,
@@ -75,7 +77,7 @@ def load_config(
         ignored=tuple(findings.ignored),
         notes=tuple(findings.all_notes()),
     )
-    config = _with_batch(config, data_world, findings)
+    config = _with_batch(config, data_world(config) if callable(data_world) else data_world, findings)
     _raise_problems(findings, label, drop_in)
     return config
 
@@ -181,6 +183,19 @@ def _check_network(sections: Mapping[str, Any], findings: Findings) -> None:
             "zero_optimization.mics_shard_size and zero_optimization.replicate_size both say how many copies there "
             "are; give one of them"
         )
+
+
+def _check_tensor(tensor: TensorConfig, findings: Findings) -> None:
+    """Three keys say one thing; those that are given must say the same."""
+    counts = {
+        "tp_size": tensor.tp_size,
+        "autotp_size": tensor.autotp_size,
+        "tp.tp_size": tensor.nested_tp_size,
+    }
+    given = {f"tensor_parallel.{key}": num_ranks for key, num_ranks in counts.items() if num_ranks > 1}
+    if len(set(given.values())) > 1:
+        told = ", ".join(f"{key} is {num_ranks}" for key, num_ranks in given.items())
+        findings.problems.append(f"{told}: these keys all give the number of tensor-parallel ranks; keep one of them")
 
 
 def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:

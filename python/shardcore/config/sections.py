@@ -180,6 +180,52 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationConfig:
+    """Which activations are computed again in backward, and where inputs rest meanwhile."""
+
+    policy: Literal["none", "full", "selective"] | None = None
+    """What blocks keep; None is "full" where one of the next three asks for a place, and "none" elsewhere."""
+    partition: bool = False
+    """Whether each tensor-parallel rank keeps a part of a block's input."""
+    cpu: bool = False
+    """Whether inputs rest in host memory."""
+    contiguous: bool = False
+    """Whether inputs lie in one buffer on the device."""
+    units: tuple[str, ...] = ()
+    """Class names of the blocks; none are the repeated blocks of the model."""
+    num_checkpoints: int | None = None
+    """Inputs that the buffer has room for; None is the number of blocks."""
+    synchronize: bool = False
+    """Whether the device is waited for before and after each block."""
+    profile: bool = False
+    """Whether the time of each block is logged."""
+    interval: int = 0
+    """Layers of a pipeline's stage that are recomputed together; 0 leaves it to the pipeline."""
+
+    @property
+    def effective_policy(self) -> Literal["none", "full", "selective"]:
+        """The policy, where the file names none."""
+        return self.policy or ("full" if self.partition or self.cpu or self.contiguous else "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorConfig:
+    """Over how many ranks each layer is split; the file has three keys for it."""
+
+    tp_size: int = 1
+    """``tensor_parallel.tp_size``; 0 is 1, here and below."""
+    autotp_size: int = 0
+    """``tensor_parallel.autotp_size``."""
+    nested_tp_size: int = 1
+    """``tensor_parallel.tp.tp_size``."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the tensor axis."""
+        return max(1, self.tp_size, self.autotp_size, self.nested_tp_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """The loader that the engine builds from ``training_data``."""
 
@@ -201,6 +247,14 @@ class LoggingConfig:
     """Level of the library's logger; None leaves it as it is."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """How checkpoints are saved."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = "Warn"
+    """What happens where ranks save under different tags; unless it fails, the first rank's is used on all."""
+
+
 SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "gradients": GradientConfig,
@@ -213,8 +267,11 @@ SECTIONS: dict[str, type] = {
     "offload": OffloadConfig,
     "leaves": LeafConfig,
     "network": NetworkConfig,
+    "activation": ActivationConfig,
+    "tensor": TensorConfig,
     "data": DataConfig,
     "logging": LoggingConfig,
+    "checkpoint": CheckpointConfig,
 }
 """The sections of `Config` by name; a key of the table targets "section.field"."""
 

@@ -42,11 +42,10 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 
 # ------------------------------------------------------------------------------------------------ top level
 _PIPELINE = "pipeline stages"
-_TENSOR = "tensor parallelism"
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
-_NO_CHECKPOINTS = "there are no checkpoints of sharded state yet"
+_CHECKPOINTS = "every checkpoint is written by all ranks at once, and loads on any number of them"
 _TOP: dict[str, Entry] = {
     "train_batch_size": Field("batch.train_batch_size", INTEGER),
     "train_micro_batch_size_per_gpu": Field("batch.micro_batch_size", INTEGER),
@@ -162,7 +161,7 @@ _ZERO: dict[str, Entry] = {
     "allgather_partitions": Ignored("parameters are always gathered by one all-gather per group", BOOL),
     "allgather_bucket_size": Ignored(_IN_PLACE, SIZE),
     "load_from_fp32_weights": Ignored("masters are always restored from their own copy", BOOL),
-    "elastic_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
+    "elastic_checkpoint": Ignored(_CHECKPOINTS, BOOL),
     "sub_group_size": Field("offload.sub_group_size", SIZE),
     "stage3_prefetch_bucket_size": Field("zero.prefetch_bucket_size", COUNT),
     "stage3_param_persistence_threshold": Field("zero.param_persistence_threshold", COUNT),
@@ -187,7 +186,7 @@ _ZERO: dict[str, Entry] = {
     "mics_shard_size": Field("network.mics_shard_size", integer(low=-1)),
     "mics_hierarchical_params_gather": Field("network.hierarchical", BOOL),
     "memory_efficient_linear": Ignored("autograd keeps no gathered weight alive", BOOL),
-    "pipeline_loading_checkpoint": Ignored(_NO_CHECKPOINTS, BOOL),
+    "pipeline_loading_checkpoint": Ignored(_CHECKPOINTS, BOOL),
     "override_module_apply": Ignored("open a model with shardcore.summon before changing it as a whole", BOOL),
     "log_trace_cache_warnings": Ignored("there is no trace cache", BOOL),
     "enable_sanity_checks": Ignored("the checks are always on", BOOL),
@@ -237,26 +236,29 @@ _AIO: dict[str, Entry] = {
 
 # ---------------------------------------------------------------------------- parallelism and recomputation
 _PIPE_OFF = "takes effect with " + _PIPELINE
-_TP_OFF = "takes effect with " + _TENSOR
 _PIPE: dict[str, Entry] = {
     "stages": _later(_PIPELINE, SIZE, 1),
-    "activation_checkpoint_interval": _later("recomputation of activations", COUNT, 0),
+    "activation_checkpoint_interval": Field("activation.interval", COUNT),
     **_each(
         _PIPE_OFF, partition=TEXT, partition_method=TEXT, seed_layers=BOOL, pipe_partitioned=BOOL,
         grad_partitioned=BOOL, use_reentrant=BOOL,
     ),
 }  # fmt: skip
 _TENSOR_PARALLEL: dict[str, Entry] = {
-    "autotp_size": _later(_TENSOR, COUNT, 0, 1),
-    "tp_size": _later(_TENSOR, COUNT, 0, 1),
-    **_each(
-        _TP_OFF, dtype=TEXT, tp_overlap_comm=BOOL, keep_module_on_host=BOOL, kernel_inject=BOOL,
-        injection_policy_tuple=ANYTHING, preset_model=TEXT, partition_config=MAPPING,
-    ),
-}  # fmt: skip
+    "autotp_size": Field("tensor.autotp_size", COUNT),
+    "tp_size": Field("tensor.tp_size", COUNT),
+    "dtype": Ignored("the precision is that of the fp16 and bf16 sections", TEXT),
+    "tp_overlap_comm": Ignored("sums of input gradients always travel under the weight gradients", BOOL),
+    "kernel_inject": Ignored("for inference only", BOOL),
+    "keep_module_on_host": Ignored("each rank keeps its part of the weights where the model has them", BOOL),
+    "preset_model": Ignored("how a model is split is read from the model", TEXT),
+    "injection_policy_tuple": Ignored("how a model is split is read from the model", ANYTHING),
+    "partition_config": _later("patterns in the file; give them to shardcore.tensor.parallelize", MAPPING, {}),
+}
 _TENSOR_TP: dict[str, Entry] = {
-    "tp_size": _later(_TENSOR, COUNT, 0, 1),
-    **_each(_TP_OFF, tp_grain_size=SIZE, mpu=ANYTHING, tp_group=ANYTHING),
+    "tp_size": Field("tensor.nested_tp_size", COUNT),
+    "tp_grain_size": Ignored("parts may have any size", SIZE),
+    **_each("the mesh is given to initialize(mesh_param=...)", mpu=ANYTHING, tp_group=ANYTHING),
 }
 _EXPERT_PARALLEL: dict[str, Entry] = {
     "enabled": _later(_EXPERTS),
@@ -264,13 +266,15 @@ _EXPERT_PARALLEL: dict[str, Entry] = {
     "expert_tensor_parallel_size": _later(_EXPERTS, SIZE, 1),
     "preset_model": Ignored("takes effect with " + _EXPERTS, TEXT),
 }
-_RECOMPUTE = "recomputation of activations by configuration; call torch.utils.checkpoint in the model"
 _ACTIVATION: dict[str, Entry] = {
-    "partition_activations": _later(_RECOMPUTE),
-    "cpu_checkpointing": _later(_RECOMPUTE),
-    "contiguous_memory_optimization": _later(_RECOMPUTE),
-    **_each("tunes the recomputation of activations", number_checkpoints=SIZE, profile=BOOL),
-    "synchronize_checkpoint_boundary": Ignored("only times the recomputation of activations", BOOL),
+    "policy": Field("activation.policy", choice("none", "full", "selective")),
+    "units": Field("activation.units", TEXTS),
+    "partition_activations": Field("activation.partition", BOOL),
+    "cpu_checkpointing": Field("activation.cpu", BOOL),
+    "contiguous_memory_optimization": Field("activation.contiguous", BOOL),
+    "number_checkpoints": Field("activation.num_checkpoints", SIZE),
+    "synchronize_checkpoint_boundary": Field("activation.synchronize", BOOL),
+    "profile": Field("activation.profile", BOOL),
 }
 
 # -------------------------------------------------------------------------------- logging, checkpoint, tuning
@@ -294,14 +298,14 @@ def _monitor(**kinds: Kind) -> dict[str, Entry]:
 
 
 _CHECKPOINT: dict[str, Entry] = {
-    "tag_validation": Ignored(_NO_CHECKPOINTS, choice("Ignore", "Warn", "Fail")),
+    "tag_validation": Field("checkpoint.tag_validation", choice("Ignore", "Warn", "Fail")),
     "load_universal": _later("import of DeepSpeed's universal checkpoints"),
     "use_node_local_storage": _later("checkpoints on node-local disks"),
-    "checkpoint_serialization": Ignored(_NO_CHECKPOINTS, BOOL),
-    "parallel_write.pipeline_stage": Ignored(_NO_CHECKPOINTS, BOOL),
+    "checkpoint_serialization": Ignored(_CHECKPOINTS, BOOL),
+    "parallel_write.pipeline_stage": Ignored(_CHECKPOINTS, BOOL),
 }
 _WRITER = _each(
-    _NO_CHECKPOINTS, type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
+    _CHECKPOINTS, type=choice("fast", "python", "mock"), io_buffer_size=SIZE, io_buffer_double=BOOL,
     show_statistics=BOOL, data_parallel=choice("replica", "socket", "machine"), io_multiplier=SIZE, decoupled=BOOL,
 )  # fmt: skip
 _AUTOTUNING: dict[str, Entry] = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardcore import __version__
 from shardcore.config import drop_in_errors
-from shardcore.deepspeed import pipe, utils, zero
+from shardcore.deepspeed import checkpointing, pipe, utils, zero
 from shardcore.deepspeed.missing import describe, explain_imports
 from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.engine import Engine as DeepSpeedEngine
@@ -34,6 +34,7 @@ __all__ = [
     "PipelineModule",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "pipe",

@@ -10,7 +10,6 @@ from types import ModuleType
 _PACKAGE = "shardcore.deepspeed"
 _INSTEAD = {
     "accelerator": "use engine.device, torch.cuda or torch.cpu",
-    "checkpointing": "use torch.utils.checkpoint",
     "comm": "use torch.distributed, which init_distributed sets up",
     "init_inference": "call the model under torch.no_grad()",
     "moe": "mixture-of-experts layers of the model's own train as they are",

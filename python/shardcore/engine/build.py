@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardcore import comm, zero
+from shardcore import comm, tensor, zero
 from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
-from shardcore.engine.network import communication, hybrid_mesh
+from shardcore.engine.network import communication, data_world, hybrid_mesh, tensor_mesh
+from shardcore.engine.recomputation import recompute
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
@@ -31,7 +32,7 @@ from shardcore.optim import (
     schedule_names,
 )
 from shardcore.optim import optimizer as make_optimizer
-from shardcore.protocols import LossScale, find_pipeline
+from shardcore.protocols import LossScale, find_pipeline, find_tensor_axis
 
 _log = logging.getLogger("shardcore")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -86,17 +87,22 @@ def initialize(
     if dist_init_required and distributed_port != 29500:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     mesh = _mesh(model, mesh_param)
+    is_given = mesh_param is not None or find_pipeline(model) is not None
     loaded = load_config(
         _config_source(args, config, config_params, failure),
-        data_world=mesh.data_world,
+        data_world=lambda config: data_world(config, mesh, is_given=is_given),
         drop_in=drop_in,
         accumulation_argument=getattr(args, "gradient_accumulation_steps", None),
         classes=Classes(optimizers=optimizer_names(), schedules=schedule_names()),
     )
     _agree_on(loaded, mesh)
-    mesh = hybrid_mesh(loaded, mesh, failure, is_given=mesh_param is not None or find_pipeline(model) is not None)
+    mesh = tensor_mesh(loaded, mesh, failure, is_given=is_given)
+    mesh = hybrid_mesh(loaded, mesh, failure, is_given=is_given)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
+    if loaded.tensor.num_ranks > 1 and find_tensor_axis(model.parameters()) is None:
+        tensor.parallelize(model, mesh)
+    recompute(loaded, model, mesh)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)

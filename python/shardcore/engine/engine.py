@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardcore import data, zero
 from shardcore.config import BatchSizes, Config
+from shardcore.engine.checkpoints import Checkpoints
 from shardcore.engine.pipelined import PipelineCalls
 from shardcore.engine.queries import Queries
 from shardcore.engine.timing import PhaseTimes
@@ -28,7 +29,7 @@ from shardcore.protocols import find_pipeline, find_root
 _log = logging.getLogger("shardcore")
 
 
-class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
+class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
     """Trains a sharded module by ``loss = engine(batch); engine.backward(loss); engine.step()``, once per micro-batch.
 
     ``step`` acts when ``gradient_accumulation_steps`` micro-batches are in; before that it only counts. A plain
@@ -225,9 +226,8 @@ class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                hint = _CHECKPOINT_HINT if "checkpoint" in name or name.startswith("save_") else ""
                 raise AttributeError(
-                    f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}{hint}"
+                    f"neither Engine nor the module {type(module).__name__} has an attribute {name!r}"
                 ) from None
             return getattr(module, name)
 
@@ -282,12 +282,6 @@ class Engine(PipelineCalls, Queries, Upkeep, nn.Module):
                 "step=%d skipped=%d lr=%s mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
             )
             self._times.report(_log, every)
-
-
-_CHECKPOINT_HINT = (
-    "; checkpoints of sharded state are not available yet: shardcore.state_dict(engine.module) gives the whole weights "
-    "on rank 0 (every rank calls it)"
-)
 
 
 def _describe(value: object) -> str:

@@ -10,6 +10,40 @@ from shardcore.mesh import Mesh
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
+def tensor_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
+    """The mesh with the tensor axis that the configuration asks for. Collective over all ranks.
+
+    Args:
+        mesh: over all ranks; it is replaced unless the caller has given it.
+
+    Raises:
+        ConfigError: a size that does not divide the ranks, or another one than the given mesh's.
+    """
+    num_ranks = config.tensor.num_ranks
+    if num_ranks == 1:
+        return mesh
+    if is_given and mesh["tp"].size != num_ranks:
+        raise failure(
+            f"tensor_parallel.tp_size: {num_ranks}, but the mesh that was given has {mesh['tp'].size} tensor-parallel "
+            f"ranks; make it by Mesh(tp={num_ranks}, ...), or take the key out"
+        )
+    if mesh.world % num_ranks:
+        divisors = [n for n in range(1, mesh.world + 1) if mesh.world % n == 0]
+        raise failure(
+            f"tensor_parallel.tp_size: {num_ranks} does not divide the {mesh.world} ranks of the job; choose one of "
+            f"{divisors}"
+        )
+    return mesh if is_given else Mesh(tp=num_ranks, device=mesh.device)
+
+
+def data_world(config: Config, mesh: Mesh, *, is_given: bool) -> int | None:
+    """The number of data-parallel ranks on the mesh that :func:`tensor_mesh` will make; None where it will refuse."""
+    num_ranks = config.tensor.num_ranks
+    if is_given:
+        return mesh.data_world if num_ranks in (1, mesh["tp"].size) else None
+    return None if mesh.world % num_ranks else mesh.data_world // num_ranks
+
+
 def hybrid_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
     """The mesh with the shards and copies that the configuration asks for. Collective over all ranks.
 
@@ -33,7 +67,7 @@ def hybrid_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_gi
         )
     copies = num_ranks // count if by_shards else count
     if not is_given:
-        return Mesh(replicate=copies, replicate_inside=network.replicate_inside, device=mesh.device)
+        return Mesh(replicate=copies, replicate_inside=network.replicate_inside, tp=mesh["tp"].size, device=mesh.device)
     if mesh["replicate"].size != copies:
         raise failure(
             f"zero_optimization.{name}: {count} makes {copies} copies of the model on {num_ranks} data-parallel ranks, "

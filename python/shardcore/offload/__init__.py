@@ -13,6 +13,8 @@ from __future__ import annotations
 from shardcore._core import IoEngine, IoHandle, SwapFile
 
 from .host_pool import HostPool
+from .lanes import Lane, Ticket
+from .passing import Passing, PassingStore
 from .policy import Offload
 from .shards import ShardMemory, ShardSpec, place_shards, take_pool
 from .tiles import TileSpec, TileStore
@@ -21,10 +23,14 @@ __all__ = [
     "HostPool",
     "IoEngine",
     "IoHandle",
+    "Lane",
     "Offload",
+    "Passing",
+    "PassingStore",
     "ShardMemory",
     "ShardSpec",
     "SwapFile",
+    "Ticket",
     "TileSpec",
     "TileStore",
     "place_shards",

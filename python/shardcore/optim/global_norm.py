@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from shardcore import comm
 from shardcore.optim.held import Held
-from shardcore.protocols import ShardedRoot, find_pipeline
+from shardcore.protocols import PipelinePart, ShardedRoot, find_pieces, find_pipeline, find_tensor_axis
+
+if TYPE_CHECKING:
+    from shardcore.mesh import Axis
 
 
 def sum_of_squares(root: ShardedRoot, held: Held) -> torch.Tensor:
     """[] float64: the squared norm of an optimizer's part of a model's reduced gradient, each element counted once.
-    Collective over the shard axis, and over the pipeline's ranks.
+    Collective over the shard axis, the tensor axis, and the pipeline's ranks.
     """
     part = find_pipeline(root.module)
-    grads = held.grads(root) if part is None else held.counted_grads(root, part.counts_in_norm)
+    tensor_axis = find_tensor_axis(slot.param for group in root.groups for slot in group.slots)
+    if part is None and tensor_axis is None:
+        grads = held.grads(root)
+    else:
+        grads = held.counted_grads(root, lambda param: _counted(param, part, tensor_axis))
     norms = [torch.linalg.vector_norm(grad).to(torch.float64) for grad in grads]
     zero = torch.zeros((), dtype=torch.float64, device=root.device)
     squares = torch.stack(norms).square().sum().to(root.device) if norms else zero
     squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
+    if tensor_axis is not None:
+        squares = comm.sum_over_ranks(squares, tensor_axis, "gradient norm of tensor-parallel parts")
     return squares if part is None else comm.sum_over_ranks(squares, part.pipeline_axis, "gradient norm of stages")
+
+
+def _counted(param: nn.Parameter, part: PipelinePart | None, tensor_axis: Axis | None) -> Sequence[tuple[int, int]]:
+    """The ranges of a flattened parameter that this rank counts."""
+    if part is not None and not part.counts_in_norm(param):
+        return ()
+    pieces = find_pieces(param)
+    if pieces is not None:
+        return tuple(pieces.counted_flat_ranges())
+    # A parameter that joined the model after it was split is whole on every rank of the tensor axis.
+    return () if tensor_axis is not None and tensor_axis.rank else ((0, param.shape.numel()),)
 
 
 def any_gradient(roots: Sequence[ShardedRoot], *, found: bool) -> bool:

@@ -39,13 +39,22 @@ class Held:
         """The reduced gradients on this rank: the whole shard of a group where all of it is held."""
         return [group.grad_shard[start:stop] for group, start, stop in self._ranges[root]]
 
-    def counted_grads(self, root: ShardedRoot, counts: Callable[[nn.Parameter], bool]) -> list[torch.Tensor]:
-        """As :meth:`grads`, without the parameters that another stage of a pipeline counts."""
-        ranges = []
-        for group in root.groups:
-            mine = [slot for slot in self.slots[root] if slot.group is group and counts(slot.param)]
-            ranges += _ranges(group, mine) if mine else []
-        return [group.grad_shard[start:stop] for group, start, stop in ranges]
+    def counted_grads(
+        self, root: ShardedRoot, counted: Callable[[nn.Parameter], Sequence[tuple[int, int]]]
+    ) -> list[torch.Tensor]:
+        """As :meth:`grads`, without what another rank of a pipeline or of the tensor axis counts.
+
+        Args:
+            counted: the ranges of a flattened parameter that this rank counts.
+        """
+        found = []
+        for slot in self.slots[root]:
+            start, stop, offset = slot.group.local_range(slot)
+            for first, last in counted(slot.param):
+                first, last = max(first, start), min(last, stop)
+                if first < last:
+                    found.append(slot.group.grad_shard[offset + first - start : offset + last - start])
+        return found
 
     def multiply(self, factor: float | torch.Tensor) -> None:
         """Scale the gradients in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from typing import Any, TypeGuard
 
 import torch
 
@@ -12,18 +13,28 @@ from shardcore.errors import ConfigError
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try the optimizer on a small matrix, on its elements as a vector, and on this cut in two; the results must agree.
+    """Try the optimizer, by the options of each of its groups, on a small matrix, on its elements as a vector, and on
+    this cut in two; the results must agree.
 
     Raises:
         ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers; weight decay on matrices alone), or
             the optimizer needs matrices (Muon) or a closure (LBFGS).
     """
+    tried: list[dict[str, Any]] = []
+    for group in range(len(optimizer.param_groups)):
+        options = _options(optimizer, group)
+        if options not in tried:
+            tried.append(options)
+            _check_group(optimizer, group)
+
+
+def _check_group(optimizer: torch.optim.Optimizer, group: int) -> None:
     name = type(optimizer).__name__
     torch_state = torch.get_rng_state()
     try:
-        whole = _run(optimizer, [8])
-        cut = _run(optimizer, [3, 5])
-        matrix = _run(optimizer, [8], (2, 4))
+        whole = _run(optimizer, group, [8])
+        cut = _run(optimizer, group, [3, 5])
+        matrix = _run(optimizer, group, [8], (2, 4))
     except Exception as error:  # whatever a foreign optimizer raises when given vectors means the same to the user
         raise ConfigError(
             f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: "
@@ -47,22 +58,32 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 def states_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states that the optimizer keeps for each element of a parameter of ``dtype`` in its ``group``-th group."""
+    return {name: value.dtype for name, value in _state_of(optimizer, group, dtype).items() if _is_per_element(value)}
+
+
+def values_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, object]:
+    """The states that are one value for all elements of a parameter, as the optimizer has them after one step."""
+    return {name: value for name, value in _state_of(optimizer, group, dtype).items() if not _is_per_element(value)}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, object]:
     trial = _trial(optimizer, group, [torch.linspace(-1.0, 2.0, 8).to(dtype)])
     _step(trial, torch.linspace(0.1, 3.0, 8))
-    state = trial.state[trial.param_groups[0]["params"][0]]
-    return {
-        name: value.dtype
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == 8
-    }
+    return dict(trial.state[trial.param_groups[0]["params"][0]])
 
 
-def _run(optimizer: torch.optim.Optimizer, sizes: list[int], shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
+def _is_per_element(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == 8
+
+
+def _run(
+    optimizer: torch.optim.Optimizer, group: int, sizes: list[int], shape: tuple[int, ...] = (-1,)
+) -> torch.Tensor:
     """Three steps of a copy of ``optimizer`` on a fixed vector cut into pieces of ``sizes``, each viewed in ``shape``;
     returns the vector.
     """
     pieces = [piece.clone().view(shape) for piece in torch.linspace(-1.0, 2.0, 8).split(sizes)]
-    trial = _trial(optimizer, 0, pieces)
+    trial = _trial(optimizer, group, pieces)
     for step in range(3):
         _step(trial, torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8))
     return torch.cat([piece.flatten() for piece in pieces])
@@ -72,11 +93,14 @@ def _trial(optimizer: torch.optim.Optimizer, group: int, pieces: list[torch.Tens
     """A copy of ``optimizer`` over these tensors, with the options of one of its groups."""
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
-    options = {
-        key: value for key, value in optimizer.param_groups[group].items() if key not in ("params", "param_names")
-    }
-    trial.param_groups = [{**options, "params": pieces, "lr": 0.05}]
+    trial.param_groups = [{**_options(optimizer, group), "params": pieces, "lr": 0.05}]
     return trial
+
+
+def _options(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
+    """The options of a group, whose learning rate does not matter here."""
+    left_out = ("params", "param_names", "lr")
+    return {key: value for key, value in optimizer.param_groups[group].items() if key not in left_out}
 
 
 def _step(trial: torch.optim.Optimizer, gradient: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import allocate_states, common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
+from shardcore.optim.portable import Portable
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
@@ -30,6 +31,10 @@ from shardcore.optim.update import Update
 from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
+_FIXED_GROUPS = (
+    "parameter groups cannot be added to a sharded optimizer, or taken from it; list all of them in "
+    "shardcore.optimizer(...)"
+)
 
 
 def optimizer(
@@ -80,7 +85,7 @@ def optimizer(
     return sharded
 
 
-class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
+class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
     """Runs an inner optimizer on this rank's pieces of the master weights.
 
     ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is
@@ -276,9 +281,7 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
             StateError: called by the user.
         """
         if self._groups_are_fixed:
-            raise StateError(
-                "parameter groups cannot be added to a sharded optimizer; list all of them in shardcore.optimizer(...)"
-            )
+            raise StateError(_FIXED_GROUPS)
         super().add_param_group(param_group)
 
     def check_grad_scaler(self) -> None:
@@ -332,6 +335,8 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
 
     def _step(self) -> None:
         self.step_was_applied = False
+        for root in self._roots:
+            root.about_to_change()
         has_gradient = self._held.with_gradient(self._roots)
         if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(
@@ -352,6 +357,8 @@ class ShardedOptimizer(private.ScalerAware, ShardedOptimizerMark, torch.optim.Op
 
     def _run_update(self, pieces: list[Piece], factor: float | torch.Tensor) -> None:
         groups = self._held.groups
+        if len(self.param_groups) != len(self.inner.param_groups):
+            raise StateError(_FIXED_GROUPS)
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

@@ -56,6 +56,7 @@ def set_full_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     if not per_element:
         _set_scalar(_optimizer_of(slot, "set_full_state").local_state(slot, alone=True), name, value)
         return
+    slot.group.root.about_to_change()
     start, stop, _ = slot.group.local_range(slot)
     local.values[name].copy_(value.reshape(-1)[start:stop])
 
@@ -92,6 +93,7 @@ def set_local_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None
     if not local:
         raise StateError(_no_state_yet(slot, "set_local_state"))
     _check_name(slot, name, sorted(local), "set_local_state")
+    slot.group.root.about_to_change()
     value = torch.as_tensor(value)
     target = local[name]
     if not isinstance(target, torch.Tensor) or target.dim() == 0:

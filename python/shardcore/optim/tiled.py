@@ -77,6 +77,11 @@ class TiledUpdate(Update):
 
         self._each_tile(pieces, on_each)
 
+    def order(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """These pieces as the next :meth:`visit` of them will come by: tile by tile, in the direction that is due."""
+        inside = self._inside(pieces)
+        return [piece for number in sorted(inside, reverse=self._backwards) for piece in inside[number]]
+
     def recover(self) -> None:
         """All states are about to be set anew: after a failure of the disk, masters too are taken from parameters."""
         if self.store.failed:
@@ -89,9 +94,7 @@ class TiledUpdate(Update):
         return True
 
     def _each_tile(self, pieces: Sequence[Piece], act: Callable[[list[Piece]], None]) -> None:
-        inside: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            inside.setdefault(self._number[self._key(piece.group, piece.start)], []).append(piece)
+        inside = self._inside(pieces)
 
         def on_tile(number: int, parts: list[torch.Tensor]) -> None:
             tile = self._tiles[number]
@@ -104,6 +107,13 @@ class TiledUpdate(Update):
 
         self.store.run(sorted(inside, reverse=self._backwards), on_tile)
         self._backwards = not self._backwards
+
+    def _inside(self, pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+        """The pieces in each tile, by its number."""
+        inside: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            inside.setdefault(self._number[self._key(piece.group, piece.start)], []).append(piece)
+        return inside
 
     def _bind(self, tile: _Tile, pieces: list[Piece], parts: list[torch.Tensor]) -> None:
         master, states = parts[0], dict(zip(tile.states, parts[1:], strict=True))

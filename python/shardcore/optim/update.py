@@ -30,6 +30,10 @@ class Update:
         for piece in pieces:
             act(piece)
 
+    def order(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """These pieces as the next :meth:`visit` of them will come by."""
+        return list(pieces)
+
     def recover(self) -> None:
         """All states are about to be set anew."""
 

@@ -14,6 +14,7 @@ from shardcore.errors import ConfigError
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
 from shardcore.pipeline.transformers_model import ModelPart, has_plan, parts_of
+from shardcore.protocols import splits_sequence
 
 Partition = str | Sequence[int]
 
@@ -57,8 +58,14 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     model with a pipeline plan.
 
     Raises:
-        ConfigError: anything else, or an entry that cannot be called.
+        ConfigError: anything else, an entry that cannot be called, or a model whose activations are split along the
+            sequence.
     """
+    if splits_sequence(model):
+        raise ConfigError(
+            f"Pipeline: the activations of {type(model).__name__} are split along the sequence from its first block to "
+            "its last, which no stage has all of; call shardcore.tensor.parallelize without sequence"
+        )
     if isinstance(model, nn.Sequential):
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):

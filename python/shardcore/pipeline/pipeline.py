@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,22 @@ class Pipeline(nn.Module):
     def counts_in_norm(self, param: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global gradient norm: one rank does for each parameter."""
         return all(weight.axis.rank == 0 for weight in self._shared if weight.param is param)
+
+    def recompute_by(
+        self, function: Callable[..., Any], interval: int | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        """Let groups of layers be recomputed by ``function(run, *args)``, which calls ``run`` now and in backward.
+
+        Args:
+            interval: layers of a stage in a group; None keeps what the pipeline was made with, or is each by itself.
+            classes: only groups whose layers are all of these; None keeps what the pipeline was made with.
+        """
+        self._recompute = replace(
+            self._recompute,
+            function=function,
+            interval=interval or self._recompute.interval or 1,
+            classes=classes or self._recompute.classes,
+        )
 
     def explain(self) -> str:
         """Which layers run in which stage, on which rank, and what part of the weights has a gradient of its own."""

@@ -6,7 +6,6 @@ own forward with everything else taken out of it, so masks, positions and rotary
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,9 +89,9 @@ def loss_of(model: Any) -> Callable[[Any, Any], torch.Tensor] | None:
 
 def _without(module: Any, names: list[str], others: Mapping[str, nn.Module] | None = None) -> Any:
     """A shallow copy that lacks some children and has ``others`` in place of its own."""
-    clone = copy.copy(module)
+    clone: Any = object.__new__(type(module))  # copy.copy would ask the model, which may refuse to be copied
     kept = {name: child for name, child in module._modules.items() if name not in names}
-    clone.__dict__["_modules"] = {**kept, **(others or {})}
+    clone.__dict__.update(module.__dict__, _modules={**kept, **(others or {})})
     return clone
 
 

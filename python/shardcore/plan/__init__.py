@@ -10,6 +10,11 @@ Every plan has ``digest()`` (equal on all ranks or something is wrong), ``explai
 >>> layout.ranges(3)
 [('weight', 768, 1000, 0), ('bias', 0, 10, 232)]
 
+Which elements move where when four ranks become two, as (from rank, at, to rank, at, numel):
+
+>>> plan.reshard(layout, plan.shard_layout([("weight", 1000, "bf16", True), ("bias", 10, "bf16", True)], num_shards=2))
+[(0, 0, 0, 0, 256), (1, 0, 0, 256, 256), (2, 0, 1, 0, 256), (3, 0, 1, 256, 232), (3, 232, 1, 488, 10)]
+
 A step that uses three units forward and backward, with room for two of them:
 
 >>> trace = [(unit, "forward") for unit in "abc"] + [(unit, "backward") for unit in "cba"]
@@ -55,8 +60,10 @@ from shardcore._core import (
     plan_shards,
     plan_swap,
     prefetch,
+    reshard,
     schedule_names,
     shard_layout,
+    share_writes,
     synthesize,
     to_megatron_layout,
 )
@@ -85,8 +92,10 @@ __all__ = [
     "plan_shards",
     "plan_swap",
     "prefetch",
+    "reshard",
     "schedule_names",
     "shard_layout",
+    "share_writes",
     "synthesize",
     "to_megatron_layout",
 ]

@@ -126,6 +126,8 @@ print(run.makespan, run.bubble_makespan, run.peak)
 print(run.to_ascii())  # or to_svg(), to_perfetto()
 lowered = schedule.lower(zero_stage=2, optimizer="barrier")  # with its messages, reductions and optimizer steps
 print([str(action) for action in lowered.program(0)][:4])
+costs = {{"forward": 1.0, "input_grad": 1.0, "weight_grad": 0.8, "hop": 0.3}}  # measured ones order the messages best
+assert schedule.lower(costs=costs).simulate(**costs).makespan == schedule.simulate(**costs).makespan
 ```
 
 The table is for {num_ranks} ranks and {num_microbatches} micro-batches; a forward, an input gradient and a weight

@@ -125,7 +125,8 @@ class Worker:
     def _release(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
+        while gc.collect():  # what a graph of autograd held is garbage only once the graph is gone
+            pass
         self._raise_unraisable()
         _check_clean()
         del self._servers[1:]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore import _torch_private as private
 from shardcore.errors import ConfigError, StateError
-from shardcore.protocols import find_slot
+from shardcore.protocols import find_slot, find_tensor_axis
 from shardcore.zero.root import Root
 from shardcore.zero.sessions import root_of
 
@@ -67,10 +68,11 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
 
 def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers on the CPU, under their unsharded names. Collective over the data-parallel
-    axis.
+    axis, and over the tensor axis of a model that is split over one.
 
     Args:
-        full: whole tensors; False gives this rank's pieces of parameters (1-D) without communication.
+        full: whole tensors; False gives this rank's pieces of parameters (1-D) without communication. Of a
+            tensor-parallel model these are pieces of this rank's part.
         rank0_only: other ranks than the first get an empty dict (they take part in the gathers all the same).
     """
     root = root_of(model)
@@ -78,7 +80,8 @@ def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> 
         pieces = {slot.name: local_shard(slot.param)[0].cpu() for group in root.groups for slot in group.slots}
         return pieces | {name: buffer.cpu() for name, buffer in model.named_buffers()}
     state: dict[str, torch.Tensor] = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    if rank0_only and root.data_axis.rank != 0:
+    tensor_axis = find_tensor_axis(model.parameters())
+    if rank0_only and (root.data_axis.rank or (tensor_axis is not None and tensor_axis.rank)):
         return {}
     return {name: tensor.detach().to("cpu", copy=tensor.device.type == "cpu") for name, tensor in state.items()}
 
@@ -100,15 +103,15 @@ def install_state_dict_hooks(root: Root) -> None:
             )
         root.rest()
         for group in root.groups:
-            group.exporting = True
+            group.begin_export()
 
     def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for group in root.groups:
             group.end_export()
         # Inside summon the values are views of memory that goes when it ends.
-        released_later = {group.full.untyped_storage().data_ptr() for group in root.groups if group.releases}
+        released_later = {private.storage_id(group.full) for group in root.groups if group.releases}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in released_later - {0}:
+            if isinstance(value, torch.Tensor) and private.storage_id(value) in released_later:
                 state[name] = value.to("cpu", copy=True)
 
     root.module.register_state_dict_pre_hook(before)

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcore import comm
 from shardcore.errors import ConfigError
+from shardcore.protocols import find_tensor_axis
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardcore.mesh import Mesh
     from shardcore.zero.communication import Communication
     from shardcore.zero.policy import Policy, Precision
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOT_BUILT = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
+_NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism"}
 
 
 def expect(name: str, value: object, kind: type[T]) -> T:
@@ -30,6 +33,7 @@ def expect(name: str, value: object, kind: type[T]) -> T:
 
 
 def check_arguments(
+    module: nn.Module,
     mesh: Mesh,
     policy: Policy,
     precision: Precision,
@@ -40,10 +44,11 @@ def check_arguments(
     """Raise unless something uses the mesh's axes and all ranks give the same. Collective over the data-parallel axis.
 
     Raises:
-        ConfigError: the mesh has an axis that nothing uses yet.
+        ConfigError: the mesh has an axis that nothing uses yet, or a tensor axis over which the module is not split.
         RankMismatchError: ranks give different settings; the message names one, and both values.
     """
     _check_axes(mesh)
+    _check_tensor_axis(module, mesh)
     settings = {
         "stage": policy.stage,
         "precision": precision,
@@ -63,3 +68,19 @@ def _check_axes(mesh: Mesh) -> None:
                 f"the mesh has {name}={num_ranks}, but {what} is not built yet: those ranks would repeat each other's "
                 f"work. Make the mesh without {name}, so that all ranks are data-parallel"
             )
+
+
+def _check_tensor_axis(module: nn.Module, mesh: Mesh) -> None:
+    """The model must be split over the mesh's tensor axis, and over no other."""
+    axis, expected = find_tensor_axis(module.parameters()), mesh["tp"]
+    if axis is None and expected.size > 1:
+        raise ConfigError(
+            f"the mesh has tp={expected.size}, but {type(module).__name__} is not split over it: those ranks would "
+            "repeat each other's work. Call shardcore.tensor.parallelize(model, mesh) before shardcore.shard, or make "
+            "the mesh without tp"
+        )
+    if axis is not None and axis.ranks != expected.ranks:
+        raise ConfigError(
+            f"{type(module).__name__} is split over the tensor-parallel ranks {list(axis.ranks)}, but the mesh given "
+            f"to shardcore.shard has {list(expected.ranks)}: give both the same mesh"
+        )

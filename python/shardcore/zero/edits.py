@@ -115,6 +115,7 @@ class Edits:
         """Replace this rank's piece of a parameter: ``read(start, stop, out)`` writes elements [start, stop) of the
         flattened parameter into ``out``. The parameter shows them after :meth:`publish`; gathered ones are released.
         """
+        self.root.about_to_change()
         if self.releases:
             self.reshard()
         else:
@@ -123,6 +124,31 @@ class Edits:
         part = slice(offset, offset + stop - start)
         read(start, stop, self.own[part])
         self._refresh_masters(part)
+
+    def begin_load(self) -> torch.Tensor:
+        """The memory [shard_numel] that a checkpoint is loaded into: masters where these are here, else the shard of
+        the parameters. These show it after :meth:`end_load`; gathered ones are released.
+        """
+        self.root.about_to_change()
+        if self.releases:
+            self.reshard()
+        else:
+            self.complete()  # a gather under way sends what is about to change
+        return self.master if self._has_masters else self.own
+
+    def end_load(self) -> None:
+        """What :meth:`begin_load` gave was filled. Collective over the shard axis."""
+        if not self._has_masters:  # they rest on a disk, and take what they do not round to already
+            self.num_edits += 1
+        self.publish(copied=not self._has_masters)
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.master.numel() == self.own.numel()
+
+    def publish(self, *, copied: bool = False) -> None:
+        """Make the masters the parameters."""
+        raise NotImplementedError
 
     def invalidate_copies(self) -> None:
         """The shard was written to, so second shards made from it are out of date. Every rank calls it."""
@@ -136,6 +162,6 @@ class Edits:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
         the masters keep their full precision.
         """
-        if self.master is not self.own and self.master.numel() == self.own.numel():
+        if self.master is not self.own and self._has_masters:
             own, master = self.own[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))

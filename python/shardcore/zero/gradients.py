@@ -35,6 +35,7 @@ class GroupGradients(JoinsReductions):
     was_reduced = False
     """A reduction of this window is in the shard."""
     program: comm.Program | None = None
+    """The model's order of collectives."""
     _handle: comm.Handle | None = None
     _sent: torch.Tensor | None = None
     _host_is_current = False
@@ -158,7 +159,7 @@ class GroupGradients(JoinsReductions):
         if self._shard_axis.size > 1:
             self._handle = self.route.reduce(buffer, self.name, self.program)
         else:
-            self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name)
+            self._handle = comm.all_reduce(buffer, self._replicate_axis, self.name, self.program)
 
     def finish_reduce(self) -> None:
         """Wait for a reduction under way and take its result; nothing if there is none."""
@@ -319,7 +320,7 @@ class GroupGradients(JoinsReductions):
     def _sum_copies(self, reduced: torch.Tensor) -> torch.Tensor:
         """Sum the reduced shard over the copies of the model, in the dtype in which gradients travel."""
         reduced = reduced.to(self._reduce_dtype)
-        comm.all_reduce(reduced, self._replicate_axis, self.name).wait()
+        comm.all_reduce(reduced, self._replicate_axis, self.name, self.program).wait()
         return reduced
 
     def _write(self, view: torch.Tensor, grad: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
+from shardcore.zero.aliases import reclaim, release
 from shardcore.zero.edits import Edits
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.gradients import GroupGradients
@@ -57,6 +58,8 @@ class ShardGroup(Edits, JoinsGathers):
     _is_guarded = False
     _handle: comm.Handle | None = None
     _release_is_due = False
+    _was_shown = False
+    """A context has shown the whole parameters since they were gathered."""
 
     def __init__(
         self,
@@ -108,16 +111,16 @@ class ShardGroup(Edits, JoinsGathers):
             self.reshard()  # before the gradients' buffer, which is as large until it is released
         self.grads = self._make_gradients(precision, dtype, replicate_axis, memory) if self.trainable else None
 
-    def join(self, root: Any, program: comm.Program | None, on_demand: Callable[[ShardGroup], bool]) -> None:
+    def join(self, root: Any, program: comm.Program, on_demand: Callable[[ShardGroup], bool]) -> None:
         """Become part of ``root``.
 
         Args:
-            program: the model's order of collectives, where units are gathered on demand.
+            program: the model's order of collectives; gathers are in it where they are on demand.
             on_demand: asked when a released parameter is used; gathers it and returns True where that is legal.
         """
         self.root = root
-        self._program = program
-        if program is not None:
+        if self.releases:
+            self._program = program
             guest = self if self._gathering.is_plain else None
             program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), guest)
         self._on_demand = on_demand
@@ -130,6 +133,10 @@ class ShardGroup(Edits, JoinsGathers):
         if self.grads is None:
             raise StateError(f"group {self.name!r} is frozen and has no gradients")
         return self.grads.shard
+
+    def is_frozen(self) -> bool:
+        """Whether no parameter takes a gradient now; those of a trainable group may be frozen between steps."""
+        return not any(slot.param.requires_grad for slot in self.slots)
 
     def local_range(self, slot: ParameterSlot) -> tuple[int, int, int]:
         """(start, stop, shard_offset): this rank's piece of the parameter, as a range of the flattened parameter."""
@@ -155,7 +162,7 @@ class ShardGroup(Edits, JoinsGathers):
             self.root.check_here("lp_params", what=f"gathering unit {self.name}")
         self._move(ParamState.UNSHARDING)
         if self._frees:
-            self.full.untyped_storage().resize_(self.nbytes)
+            reclaim(self.full, self.nbytes)
             name = f"{self.name} for {purpose}" if purpose else self.name
             self._start_gather(name, exact=exact)
 
@@ -195,7 +202,8 @@ class ShardGroup(Edits, JoinsGathers):
             self.versions.hide()
         self.guard()
         if self._frees:
-            self.full.untyped_storage().resize_(0)
+            release(self.full, self.slots, self.name, was_shown=self._was_shown)
+            self._was_shown = False
 
     def pin(self) -> None:
         """Gather the parameters and keep them until :meth:`unpin`. Collective if released."""
@@ -203,6 +211,7 @@ class ShardGroup(Edits, JoinsGathers):
             self._release_is_due = self.state is ParamState.SHARDED
         self.unshard(purpose="summon")
         self.pins += 1
+        self._was_shown = True
 
     def unpin(self) -> None:
         """A context that shows the whole parameters ends."""
@@ -322,6 +331,7 @@ class ShardGroup(Edits, JoinsGathers):
 
     def _load(self, slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
         """``load_state_dict`` copies to a released parameter: this rank takes its piece, and nothing is gathered."""
+        self.root.about_to_change()
         if self.state is not ParamState.SHARDED:
             self.unshard()
             self.reshard()
@@ -332,6 +342,11 @@ class ShardGroup(Edits, JoinsGathers):
         self.versions.count_write(slot.index)
         self.note_versions()
         return slot.param
+
+    def begin_export(self) -> None:
+        """``state_dict`` starts; one before it may have failed, and never ended."""
+        self.end_export()
+        self.exporting = True
 
     def end_export(self) -> None:
         """``state_dict`` is done."""

@@ -135,7 +135,7 @@ def explain_use(func: Callable[..., Any]) -> str:
     """The name of a use of a parameter whose data are away, and what to do instead."""
     name = attribute_of(func, "__get__", "__set__") or getattr(func, "__name__", str(func))
     hint = _MOVE_HINT if func in _MOVES else _EXTERNAL_USE_HINT
-    if func in (torch.autograd.grad, torch.Tensor.backward):
+    if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
         hint = _GRAD_HINT
     return f"'{name}', but {hint}"
 

@@ -55,11 +55,11 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer over the parameters themselves would train nothing where gradients are not on them; say so."""
     if isinstance(optimizer, ShardedOptimizerMark):
         return
-    for group in optimizer.param_groups:
-        slot = find_slot(group["params"][0]) if group["params"] else None
-        if slot is not None:
-            slot.group.root.structure.check()
-        if slot is not None and not (slot.group.grads is None or slot.group.grads.exposed):
+    slots = [slot for group in optimizer.param_groups for slot in map(find_slot, group["params"]) if slot is not None]
+    for root in {slot.group.root: None for slot in slots}:
+        root.structure.check()
+    for slot in slots:
+        if not (slot.group.grads is None or slot.group.grads.exposed):
             raise StateError(
                 f"{type(optimizer).__name__} was stepped, but it holds parameters of a sharded model (such as "
                 f"{slot.name!r}), whose gradients it does not see: use optim = "
@@ -100,6 +100,16 @@ def _clear_sharded(module: nn.Module, set_to_none: bool) -> None:
             by_root.setdefault(slot.group.root, []).append(slot)
     for root, slots in by_root.items():
         root.clear_gradients_of(slots, set_to_none)
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    """DDP would average gradients a second time; where it keeps them in its own buckets, ours would stay empty."""
+    ddp = private.running_ddp()
+    if ddp is not None and any(module is model for module in ddp.modules()):
+        raise StateError(
+            "DistributedDataParallel around a model (or a part of one) that shardcore.shard has sharded: shard reduces "
+            "gradients over the data-parallel ranks itself; use the model without DDP (stage 0 is what DDP does)"
+        )
 
 
 class _GradientHooks:
@@ -251,8 +261,8 @@ class _UnitHooks:
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of an output that is a view of the unit's parameters, whose memory goes when the unit is released."""
-        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-        if address and any(address == group.full.untyped_storage().data_ptr() for group in self._unit.groups):
+        shown = private.storage_id(tensor) if tensor.layout is torch.strided else 0
+        if any(shown == private.storage_id(group.full) for group in self._unit.groups):
             return tensor.clone()
         return tensor
 
@@ -341,7 +351,10 @@ class _RootHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start a forward; floating inputs are cast where the precision casts parameters."""
         _refuse_transforms(self._root.policy.shards_params)
+        _refuse_ddp(module)
         self._root.begin_forward()
+        while len(self._swaps) >= self._root.forward_depth:  # of a forward that was left without its hooks
+            self._swaps.pop().undo()
         dtype = self._root.precision.param_dtype
         if dtype is None:
             return None

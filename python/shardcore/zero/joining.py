@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardcore import comm
+from shardcore.zero.aliases import reclaim, release
 from shardcore.zero.state import ParamState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardcore.mesh import Axis
+    from shardcore.protocols import ParameterSlot
     from shardcore.zero.gradients import GroupGradients
 
 
@@ -67,6 +71,7 @@ class JoinsGathers:
     name: str
     full: torch.Tensor
     own: torch.Tensor
+    slots: Sequence[ParameterSlot]
     state: ParamState
     grads: GroupGradients | None
     shard_axis: Axis
@@ -81,11 +86,11 @@ class JoinsGathers:
             self._handle = None
         is_away = self.state is ParamState.SHARDED and self.shard_axis.size > 1
         if is_away:
-            self.full.untyped_storage().resize_(self.nbytes)
+            reclaim(self.full, self.nbytes)
         self.full[self._slice].copy_(self.own)
         comm.gather_shards(self.full, self.shard_axis, self.name).wait()
         if is_away:
-            self.full.untyped_storage().resize_(0)
+            release(self.full, self.slots, self.name, was_shown=False)
 
     def join_reduce(self) -> None:
         """Take part in a reduction of the gradients of other ranks. Collective."""

@@ -75,6 +75,7 @@ def offload_states(
     if root.is_passing or root.backward_running or root.sessions:
         raise StateError("offload_states() during a pass of the model or inside summon: finish it first")
     root.rest()
+    root.about_to_change()
     pinned = pin_memory and root.device.type == "cuda"
     for state in wanted - root.offloaded:
         # What rests in host memory is not on the device, also where that is the CPU: its storages have a fixed place.

@@ -19,6 +19,8 @@ from shardcore.zero.surroundings import Surroundings
 from shardcore.zero.window import Window
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from shardcore.mesh import Axis
     from shardcore.plan import ShardPlan
     from shardcore.protocols import LossScale, ParameterSlot
@@ -85,6 +87,8 @@ class Root(Surroundings):
     wrongly_scaled: str | None = None
     """A parameter whose gradient in this window could not be corrected so."""
     forward_depth = 0
+    _call: FrameType | None = None
+    """The outermost call of the module whose forward runs."""
     backward_running = False
     _num_forwards = 0
     """Forwards with gradients since the last backward."""
@@ -112,7 +116,8 @@ class Root(Surroundings):
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
-        self.window = Window(groups, plan.reduce_order, data_axis, policy)
+        self._program = comm.Program()
+        self.window = Window(groups, plan.reduce_order, data_axis, policy, self._program)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
@@ -128,7 +133,6 @@ class Root(Surroundings):
         """A loss is divided by this, once, where its backward starts."""
         self.num_micro_batches = 0
         """Micro-batches in the window, where an engine counts them."""
-        self._program = comm.Program()
         self._join_groups()
 
     def _make_prefetcher(self, limits: PrefetchLimits | None) -> Prefetcher | None:
@@ -170,14 +174,17 @@ class Root(Surroundings):
         self._loss_scale = scale
 
     def begin_forward(self) -> None:
-        """The root module's forward starts."""
+        """The root module's forward starts; called by its hook."""
         self.check_here("lp_params", what="the model's forward")
+        self._end_interrupted_forward()
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
+            self._call = private.running_call()
             if not self.window.num_backwards and not private.in_backward():
-                self._program.end()
+                self._program.begin_forward()
             if self.prefetcher is not None and not private.in_backward():
+                self._end_exports()
                 self.prefetcher.begin(self._kind_of_forward())
             self._unwatch()
         self.forward_depth += 1
@@ -185,6 +192,8 @@ class Root(Surroundings):
     def end_forward(self, *, failed: bool = False) -> None:
         """The root module's forward ended, or failed."""
         self.forward_depth = max(self.forward_depth - 1, 0)  # 0 before, where it was refused at once
+        if self.forward_depth == 0:
+            self._call = None
         if self.forward_depth or private.in_backward():
             return
         self.active.clear()
@@ -212,7 +221,9 @@ class Root(Surroundings):
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
         known = bool(used) and self.needs_unit_hooks
-        self.window.begin_backward([g for g in self.groups if g.trainable and g not in used] if known else [])
+        with private.without_torch_function():
+            idle = [g for g in self.groups if g.trainable and ((known and g not in used) or g.is_frozen())]
+        self.window.begin_backward(idle)
         self.acquire(self.root_unit, "backward")
 
     def end_backward(self) -> None:
@@ -249,7 +260,7 @@ class Root(Surroundings):
         self.structure.check()
         with private.without_torch_function():
             for group in self.groups:
-                if group.trainable != any(slot.param.requires_grad for slot in group.slots) and group.slots:
+                if not group.trainable and not group.is_frozen():
                     raise StateError(_thawed(group.slots))
         for group in self.groups:
             group.check_storage()
@@ -258,9 +269,8 @@ class Root(Surroundings):
             num_in = self.num_micro_batches + bool(self.window.num_backwards_in_micro_batch)
             num_in = num_in if self.window.last_backward is not None else self.window.num_backwards
             self._correction = self.accumulation / num_in if 0 < num_in < self.accumulation else 1.0
-        present = self.window.finish()
-        self._program.end()
-        return present
+            self._program.end_step()
+        return self.window.finish()
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window."""
@@ -312,8 +322,23 @@ class Root(Surroundings):
 
     def rest(self) -> None:
         """Release what is kept between forward and backward, unless a forward or backward is running."""
+        self._end_interrupted_forward()
         if self.prefetcher is not None and not any(group.holders for group in self.groups):
             self.prefetcher.end()
+
+    def _end_exports(self) -> None:
+        """A ``state_dict`` that failed has left copies of the parameters, which age from here on."""
+        for group in self.groups:
+            if group.exporting:
+                group.end_export()
+
+    def _end_interrupted_forward(self) -> None:
+        """A Ctrl-C, as every exception that is no ``Exception``, leaves a forward without its hooks; if one did, let go
+        of what that forward held.
+        """
+        if self._call is not None and not private.is_running(self._call):
+            self.forward_depth = 0
+            self.end_forward(failed=True)
 
     def _acquire_group(self, unit: Unit, group: ShardGroup, phase: Phase) -> None:
         if self.offloaded:
@@ -345,7 +370,7 @@ class Root(Surroundings):
     def _join_groups(self) -> None:
         """Make the groups part of this model, and let ranks on other branches gather and reduce with this one."""
         for group in self.groups:
-            group.join(self, self._program if self.policy.shards_params else None, self._gather_on_demand)
+            group.join(self, self._program, self._gather_on_demand)
         for group in (self.groups[i] for i in self.plan.reduce_order):
             if self.policy.shards_params and group.grads is not None and group.grads.can_be_joined:
                 self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
@@ -403,5 +428,6 @@ def _thawed(slots: Sequence[ParameterSlot]) -> str:
     names = [slot.name for slot in slots][:5]
     return (
         f"requires_grad of {len(slots)} parameters ({', '.join(names)}, ...) changed after sharding, so they have no "
-        "gradient and optimizer state; set requires_grad before shardcore.shard(model, ...)"
+        "gradient and optimizer state; set requires_grad before shardcore.shard(model, ...). Parameters that are "
+        "trainable there may be frozen and thawed later"
     )

@@ -23,13 +23,12 @@ from torch import nn
 
 from shardcore import _torch_private as private
 from shardcore.errors import StateError
+from shardcore.protocols import RELEASED_VERSION
 
 if TYPE_CHECKING:
     from shardcore.zero.group import ShardGroup
     from shardcore.zero.root import Unit
 
-_RELEASED = 1 << 31
-"""Versions from here on belong to released groups: this plus the group's number."""
 _VERSION = re.compile(r"is at version (\d+)")
 
 _numbers = itertools.count()
@@ -45,7 +44,7 @@ class VersionCounters:
         number = next(_numbers)
         _groups[number] = group
         self._params = [slot.param for slot in group.slots]
-        self._mark = [_RELEASED + number] * len(self._params)
+        self._mark = [RELEASED_VERSION + number] * len(self._params)
         self._hidden: list[int] | None = None
 
     def now(self) -> list[int]:
@@ -76,7 +75,7 @@ class VersionCounters:
 def explain_released(error: RuntimeError) -> StateError | None:
     """What to say if autograd met a released parameter's version. All units are watched anew, its own for good."""
     found = _VERSION.search(str(error))
-    group = None if found is None else _groups.get(int(found[1]) - _RELEASED)
+    group = None if found is None else _groups.get(int(found[1]) - RELEASED_VERSION)
     if group is None:
         return None
     users = [unit for unit in group.root.units if group in unit.groups]
@@ -128,12 +127,14 @@ class Watch:
             private.pop_saved_tensor_hooks()
         self._is_on = False
 
+    @private.not_traced
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        address = tensor.untyped_storage().data_ptr() if is_plain else 0
-        held = address != 0 and any(address == g.full.untyped_storage().data_ptr() for g in self._unit.groups)
+        shown = private.storage_id(tensor) if is_plain else 0
+        held = any(shown == private.storage_id(group.full) for group in self._unit.groups)
         return _Saved(tensor.detach(), private.version(tensor), held)
 
+    @private.not_traced
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         unit = self._unit
         if saved.is_parameter and private.in_backward() and any(unit not in group.holders for group in unit.groups):

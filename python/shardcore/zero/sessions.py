@@ -101,6 +101,8 @@ def _session(
         root.check_here("lp_params", what="reading whole parameters")
     if not root.is_passing:
         root.rest()
+    if writable:
+        root.about_to_change()
     session = Session(root, groups, writable, source)
     try:
         yield
@@ -143,6 +145,7 @@ class Session:
         try:
             problem = self._settle()
         finally:
+            self._shown.clear()  # its views would look like somebody else's
             for group in self._groups:
                 group.unpin()
                 if not self._root.is_passing:

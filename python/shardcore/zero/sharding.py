@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardcore import comm, plan
+from shardcore.blocks import Units
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh, Split
 from shardcore.offload import Offload, ShardMemory
@@ -29,7 +30,7 @@ from shardcore.zero.placement import check_offload, place
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
-from shardcore.zero.units import Assignment, Units, assign_units, check_parameters, parameter_dtype
+from shardcore.zero.units import Assignment, assign_units, check_parameters, parameter_dtype
 
 if TYPE_CHECKING:
     from shardcore.mesh import DeviceMesh
@@ -96,7 +97,7 @@ def shard(
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch)
     mesh = as_mesh(mesh, module)
-    check_arguments(mesh, policy, precision, communication, prefetch, segment_nbytes)
+    check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = _axes(mesh, policy, communication)
     if mesh.device.type == "cpu":
         keep_freed_memory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ class Surroundings:
     """Backwards and clearings so far: what an optimizer has done to gradients holds until the next."""
     num_tokens: float | torch.Tensor | None = None
     """Target tokens of this rank in the window, where gradients are normalised by them; else None."""
+    backward_running = False
     is_closed = False
     """The engine was destroyed: nothing trains any more."""
     _correction = 1.0
@@ -44,6 +45,8 @@ class Surroundings:
         """States that ``offload_states`` has moved away."""
         self.parked: dict[str, list[Any]] = {}
         """Where they are meanwhile."""
+        self.before_changes: list[Callable[[], None]] = []
+        """Called, and forgotten, before weights or states next change: somebody is still reading them."""
         self.structure = Structure(module)
         """What the model was made of when it was sharded."""
 
@@ -84,6 +87,28 @@ class Surroundings:
             raise StateError(
                 f"{what} needs {', '.join(away)}, which offload_states moved to the host: call reload_states() first"
             )
+
+    def come_to_rest(self, what: str) -> None:
+        """Nothing is under way or away, and masters have what was written to parameters.
+
+        Raises:
+            StateError: a pass, or a context that shows whole parameters, is open; or states were moved away.
+        """
+        if self.is_passing or self.backward_running:
+            raise StateError(f"{what} during a forward or backward: finish it, or call reset_iteration() first")
+        if self.sessions:
+            raise StateError(f"{what} inside summon or GatheredParameters: leave the context first")
+        self.check_here(what=what)
+        self.rest()
+        self.structure.check()
+        for group in self.groups:
+            group.check_storage()
+            group.adopt_edits_if_any()
+
+    def about_to_change(self) -> None:
+        """Weights or states are about to change: let those finish who read them."""
+        while self.before_changes:
+            self.before_changes.pop()()
 
     def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
         """Forget the gradients of these parameters; of all trainable ones, as :meth:`clear_gradients`."""

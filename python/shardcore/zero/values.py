@@ -80,6 +80,7 @@ def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
         problem = _first_problem(problem, group.shard_axis, slot)
     if problem is not None:
         raise ConfigError(f"set_local_master: {problem}")
+    group.root.about_to_change()
     if group.state.value != "sharded":
         group.complete(exact=False)
     piece.copy_(value.reshape(-1))
@@ -185,6 +186,7 @@ def write_whole(slot: ParameterSlot, value: torch.Tensor) -> None:
     them.
     """
     group = slot.group
+    group.root.about_to_change()
     start, stop, _ = group.local_range(slot)
     if group.state.value != "sharded":
         group.complete(exact=False)

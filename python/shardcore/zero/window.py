@@ -29,11 +29,17 @@ class Window:
     """
 
     def __init__(
-        self, groups: Sequence[ShardGroup], reduce_order: Sequence[int], data_axis: Axis, policy: Policy
+        self,
+        groups: Sequence[ShardGroup],
+        reduce_order: Sequence[int],
+        data_axis: Axis,
+        policy: Policy,
+        program: comm.Program,
     ) -> None:
         self._groups = [group for group in groups if group.trainable]
         self._order = [groups[i] for i in reduce_order]
         self._axis = data_axis
+        self._program = program
         self._keeps_whole = not policy.shards_grads
         self._reduce_once = policy.shards_states and not policy.shards_grads
         self._expected: int | None = None
@@ -147,7 +153,7 @@ class Window:
         if self._axis.size > 1:
             digest = list(comm.program_digest().to_bytes(4, "big"))
             flags = torch.tensor([*present, *local, *digest, *(255 - byte for byte in digest)], dtype=torch.uint8)
-            agreed = comm.max_over_ranks(flags, self._axis, "gradient flags").tolist()
+            agreed = comm.max_over_ranks(flags, self._axis, comm.STEP, self._program).tolist()
             low = [255 - byte for byte in agreed[-4:]]
             comm.raise_on_program_mismatch(self._axis, equal=agreed[-8:-4] == low)
             present = [bool(flag) for flag in agreed[: len(present)]]

@@ -144,7 +144,7 @@ fn resolve(what: &'static str, amount: &Amount, placement: &Placement, num_slice
 
 fn check_number(what: &'static str, stage: Option<usize>, value: f64) -> Result<f64> {
     if value.is_finite() && value >= 0.0 {
-        return Ok(value);
+        return Ok(value + 0.0); // No negative zero.
     }
     let place = stage.map_or_else(String::new, |stage| format!(" of stage {stage}"));
     let expected = "a finite number of at least 0".to_owned();

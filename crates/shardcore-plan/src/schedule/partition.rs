@@ -10,6 +10,12 @@
 
 use crate::error::{PlanError, Result};
 
+/// More parts than any pipeline has stages.
+const MAX_PARTS: usize = 1 << 24;
+
+/// The most layers times parts whose ties are broken: a quarter of a million layers on a thousand stages.
+const MAX_WORK: usize = 1 << 28;
+
 /// Cuts layers into `num_parts` parts whose largest weight is minimal.
 ///
 /// `weights` are parameters, floating-point operations or measured times: finite and at least 0. The weight of a part
@@ -23,7 +29,24 @@ use crate::error::{PlanError, Result};
 /// # Errors
 /// [`PlanError::TooFewLayers`], [`PlanError::BadLayer`], [`PlanError::BadPartition`], [`PlanError::OutOfRange`].
 pub fn balanced(weights: &[f64], num_parts: usize, cut_nbytes: Option<&[u64]>) -> Result<Vec<usize>> {
+    balanced_unless(weights, num_parts, cut_nbytes, &|| false)
+}
+
+/// [`balanced`], which asks now and then whether to give up.
+///
+/// # Errors
+/// As [`balanced`], and [`PlanError::Interrupted`] if it is to give up.
+pub fn balanced_unless(
+    weights: &[f64],
+    num_parts: usize,
+    cut_nbytes: Option<&[u64]>,
+    interrupted: &dyn Fn() -> bool,
+) -> Result<Vec<usize>> {
     check_num_parts(weights.len(), num_parts)?;
+    if weights.len().saturating_mul(num_parts) > MAX_WORK {
+        let value = i128::try_from(weights.len().saturating_mul(num_parts)).unwrap_or(i128::MAX);
+        return Err(PlanError::OutOfRange { what: "number of layers * num_parts", value, expected: "at most 2^28" });
+    }
     check_weights(weights)?;
     if let Some(nbytes) = cut_nbytes
         && nbytes.len() + 1 != weights.len()
@@ -36,7 +59,7 @@ pub fn balanced(weights: &[f64], num_parts: usize, cut_nbytes: Option<&[u64]>) -
         return Err(PlanError::BadPartition { reason });
     }
     let bottleneck = smallest_bottleneck(weights, num_parts);
-    Ok(Ties::new(weights, bottleneck, cut_nbytes).solve(num_parts))
+    Ties::new(weights, bottleneck, cut_nbytes, interrupted)?.solve(num_parts, interrupted)
 }
 
 /// Cuts layers into `num_parts` parts whose lengths differ by at most one; the longer ones stand at the end, because
@@ -56,13 +79,26 @@ pub fn uniform(num_layers: usize, num_parts: usize) -> Result<Vec<usize>> {
 /// # Errors
 /// [`PlanError::BadPartition`] if no layer is marked, and those of [`balanced`].
 pub fn by_marks(marked: &[bool], num_parts: usize, cut_nbytes: Option<&[u64]>) -> Result<Vec<usize>> {
+    by_marks_unless(marked, num_parts, cut_nbytes, &|| false)
+}
+
+/// [`by_marks`], which asks now and then whether to give up.
+///
+/// # Errors
+/// As [`by_marks`], and [`PlanError::Interrupted`] if it is to give up.
+pub fn by_marks_unless(
+    marked: &[bool],
+    num_parts: usize,
+    cut_nbytes: Option<&[u64]>,
+    interrupted: &dyn Fn() -> bool,
+) -> Result<Vec<usize>> {
     check_num_parts(marked.len(), num_parts)?;
     if !marked.contains(&true) {
         let reason = format!("none of the {} layers is marked, so there is nothing to spread over parts", marked.len());
         return Err(PlanError::BadPartition { reason });
     }
     let weights: Vec<f64> = marked.iter().map(|&mark| f64::from(u8::from(mark))).collect();
-    balanced(&weights, num_parts, cut_nbytes)
+    balanced_unless(&weights, num_parts, cut_nbytes, interrupted)
 }
 
 /// Checks boundaries that someone chose by hand: from 0 to `num_layers`, each beyond the one before.
@@ -98,6 +134,10 @@ pub fn manual(boundaries: Vec<usize>, num_layers: usize) -> Result<Vec<usize>> {
 fn check_num_parts(num_layers: usize, num_parts: usize) -> Result<()> {
     if num_parts == 0 {
         return Err(PlanError::OutOfRange { what: "num_parts", value: 0, expected: "at least 1" });
+    }
+    if num_parts > MAX_PARTS {
+        let value = i128::try_from(num_parts).unwrap_or(i128::MAX);
+        return Err(PlanError::OutOfRange { what: "num_parts", value, expected: "at most 2^24" });
     }
     if num_layers < num_parts {
         return Err(PlanError::TooFewLayers { num_layers, num_parts });
@@ -173,7 +213,7 @@ struct Row {
     start: usize,
     costs: Vec<Cost>,
     /// Where the last part of each begins.
-    cuts: Vec<usize>,
+    cuts: Vec<u32>,
 }
 
 impl Row {
@@ -183,7 +223,12 @@ impl Row {
 }
 
 impl<'a> Ties<'a> {
-    fn new(weights: &[f64], bottleneck: f64, cut_nbytes: Option<&'a [u64]>) -> Self {
+    fn new(
+        weights: &[f64],
+        bottleneck: f64,
+        cut_nbytes: Option<&'a [u64]>,
+        interrupted: &dyn Fn() -> bool,
+    ) -> Result<Self> {
         let total = weights.iter().sum::<f64>().max(f64::MIN_POSITIVE);
         let mut sum = 0.0;
         let mut prefix = vec![0.0];
@@ -191,23 +236,28 @@ impl<'a> Ties<'a> {
             sum += weight / total;
             sum
         }));
-        Self { cut_nbytes, prefix, first: earliest_starts(weights, bottleneck) }
+        Ok(Self { cut_nbytes, prefix, first: earliest_starts(weights, bottleneck, interrupted)? })
     }
 
-    fn solve(&self, num_parts: usize) -> Vec<usize> {
+    fn solve(&self, num_parts: usize, interrupted: &dyn Fn() -> bool) -> Result<Vec<usize>> {
         let num_layers = self.prefix.len() - 1;
-        let mut rows = vec![Row { start: 0, costs: vec![Cost { cut_nbytes: 0, squares: 0.0 }], cuts: vec![0] }];
+        let mut row = Row { start: 0, costs: vec![Cost { cut_nbytes: 0, squares: 0.0 }], cuts: vec![0] };
+        // Of the rows before, only where they cut is needed.
+        let mut cuts: Vec<(usize, Vec<u32>)> = Vec::with_capacity(num_parts);
         for _ in 0..num_parts {
-            let row = self.next_row(&rows[rows.len() - 1], num_layers);
-            rows.push(row);
+            if interrupted() {
+                return Err(PlanError::Interrupted);
+            }
+            row = self.next_row(&row, num_layers);
+            cuts.push((row.start, std::mem::take(&mut row.cuts)));
         }
         let mut boundaries = vec![num_layers];
-        for row in rows[1..].iter().rev() {
+        for (start, row) in cuts.iter().rev() {
             let end = boundaries[boundaries.len() - 1];
-            boundaries.push(row.cuts[end - row.start]);
+            boundaries.push(row[end - start] as usize);
         }
         boundaries.reverse();
-        boundaries
+        Ok(boundaries)
     }
 
     /// One part more. The ends that can be reached are consecutive: whatever fits into fewer parts can be cut again.
@@ -236,7 +286,8 @@ impl<'a> Ties<'a> {
                 best = (cost, cut);
             }
         }
-        (row.costs[end - row.start], row.cuts[end - row.start]) = best;
+        row.costs[end - row.start] = best.0;
+        row.cuts[end - row.start] = u32::try_from(best.1).unwrap_or(u32::MAX); // At most MAX_WORK layers.
         self.fill(before, row, (from, end), (low, best.1));
         self.fill(before, row, (end + 1, to), (best.1, high));
     }
@@ -250,10 +301,13 @@ impl<'a> Ties<'a> {
 }
 
 /// For each end, the earliest start of a part that does not exceed `limit`. Both grow together.
-fn earliest_starts(weights: &[f64], limit: f64) -> Vec<usize> {
+fn earliest_starts(weights: &[f64], limit: f64, interrupted: &dyn Fn() -> bool) -> Result<Vec<usize>> {
     let mut first = vec![0; weights.len() + 1];
     let mut end = 0;
     for start in 0..weights.len() {
+        if start.is_multiple_of(1024) && interrupted() {
+            return Err(PlanError::Interrupted);
+        }
         let mut sum = weights[start..end].iter().sum::<f64>();
         while end < weights.len() && sum + weights[end] <= limit {
             sum += weights[end];
@@ -261,7 +315,7 @@ fn earliest_starts(weights: &[f64], limit: f64) -> Vec<usize> {
             first[end] = start;
         }
     }
-    first
+    Ok(first)
 }
 
 #[cfg(test)]

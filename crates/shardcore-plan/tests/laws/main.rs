@@ -9,5 +9,6 @@ mod layout;
 mod megatron;
 mod partition;
 mod prefetch;
+mod reshard;
 mod shard_plan;
 mod swap;

@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use shardcore_plan::PlanError;
-use shardcore_plan::schedule::partition::{balanced, by_marks, manual, uniform};
+use shardcore_plan::schedule::partition::{balanced, balanced_unless, by_marks, by_marks_unless, manual, uniform};
 
 /// Weights that have broken partitioners before: equal ones, zeros, one that outweighs all, ratios of 10^12 and more.
 fn weights() -> impl Strategy<Value = Vec<f64>> {
@@ -154,4 +154,22 @@ fn bad_input_is_named() {
     ] {
         assert!(text(manual(boundaries, 4)).contains(expected));
     }
+}
+
+#[test]
+fn absurd_sizes_are_refused() {
+    let huge = 1_usize << 62;
+    let text = |error: PlanError| error.to_string();
+    assert_eq!(text(uniform(huge, huge).unwrap_err()), "num_parts is 4611686018427387904: expected at most 2^24");
+    assert_eq!(uniform(huge, 2), Ok(vec![0, huge / 2, huge]));
+    let refused = text(balanced(&vec![0.0; 100_000], 100_000, None).unwrap_err());
+    assert_eq!(refused, "number of layers * num_parts is 10000000000: expected at most 2^28");
+}
+
+#[test]
+fn long_work_can_be_interrupted() {
+    let weights = vec![1.0; 4_000];
+    assert_eq!(balanced_unless(&weights, 100, None, &|| true), Err(PlanError::Interrupted));
+    assert_eq!(balanced_unless(&weights, 100, None, &|| false), balanced(&weights, 100, None));
+    assert_eq!(by_marks_unless(&[true; 4_000], 100, None, &|| true), Err(PlanError::Interrupted));
 }

@@ -11,7 +11,7 @@ use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
 use shardcore_plan::schedule::{Action, ActionKind, Lowering, Schedule, ScheduleName};
 
 use crate::given::program;
-use crate::timed::{built, count};
+use crate::timed::{self, built, count};
 
 /// Every send behind its computation, every receive directly before its own: the slot of a micro-batch is its number.
 fn just_in_time(schedule: &Schedule) -> Schedule {
@@ -283,11 +283,11 @@ proptest! {
         let tied = pairs(&schedule, &ties);
         let mut places = places.iter().cycle();
         let schedule = if lowered {
-            schedule.lower(&Lowering { tied, ..Lowering::default() }).unwrap()
+            timed::lowered(&schedule, &Lowering { tied, ..Lowering::default() })
         } else {
-            just_in_time_with(&schedule, &tied, &mut |below| places.next().unwrap().index(below))
+            let schedule = just_in_time_with(&schedule, &tied, &mut |below| places.next().unwrap().index(below));
+            shuffled(&schedule, &moves)
         };
-        let schedule = if lowered { schedule } else { shuffled(&schedule, &moves) };
         let runs: BTreeMap<Delivery, bool> =
             LAWS.map(|(model, _)| (model, check::communication(&schedule, model).is_ok())).into();
         for (model, weaker) in LAWS {

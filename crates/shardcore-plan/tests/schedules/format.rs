@@ -9,12 +9,13 @@ use shardcore_plan::{PlanError, first_difference};
 
 use crate::given::{cases, program};
 use crate::named::made;
+use crate::timed::lowered;
 
 fn schedule() -> impl Strategy<Value = Schedule> {
     let lowered = (program(), prop::option::of(0_u8..4), any::<bool>()).prop_map(|(schedule, zero_stage, tie)| {
         let tied = if tie && schedule.num_stages() > 2 { vec![vec![0, 2], vec![1, 2]] } else { vec![] };
         let optimizer = if tie { OptimizerStep::Barrier } else { OptimizerStep::PostValidation };
-        schedule.lower(&Lowering { zero_stage, tied, optimizer, ..Lowering::default() }).unwrap()
+        lowered(&schedule, &Lowering { zero_stage, tied, optimizer, ..Lowering::default() })
     });
     prop_oneof![program(), lowered]
 }

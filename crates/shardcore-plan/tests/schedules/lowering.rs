@@ -7,12 +7,14 @@ use proptest::prelude::*;
 use shardcore_plan::schedule::check;
 use shardcore_plan::schedule::generate::evaluation::evaluation;
 use shardcore_plan::schedule::{
-    Action, ActionKind, CommModel, Header, Lowering, OptimizerStep, Placement, ReduceTiming, Schedule, ScheduleName,
+    Action, ActionKind, CommModel, Gating, Header, Lowering, OptimizerStep, Placement, ReduceTiming, Schedule,
+    ScheduleName,
 };
 
 use crate::given::{cases, named, placement, program};
 use crate::named::made;
 use crate::reference::peak;
+use crate::timed;
 
 use ActionKind::{
     Backward, Forward, InputGrad, Optimizer, RecvBackward, RecvForward, Reduce, Reshard, TiedReduce, Unshard,
@@ -143,9 +145,6 @@ fn check_slots(program: &[Action], forward_only: bool) -> Result<usize, String> 
 
 /// Parameters are whole where they are used, no more stages at once than allowed, and none at the end.
 fn check_gathers(program: &[Action], max_unsharded: usize) -> Result<(), String> {
-    let composites = program.chunk_by(|action, _| action.with_next);
-    let distinct = |composite: &[Action]| composite.iter().map(|action| action.stage).collect::<BTreeSet<u32>>().len();
-    let allowed = composites.map(distinct).fold(max_unsharded, usize::max);
     let mut whole = BTreeSet::new();
     for (position, &Action { kind, stage, .. }) in program.iter().enumerate() {
         let fine = match kind {
@@ -153,7 +152,7 @@ fn check_gathers(program: &[Action], max_unsharded: usize) -> Result<(), String>
             Reshard => whole.remove(&stage),
             kind => !kind.is_compute() || whole.contains(&stage),
         };
-        if !fine || whole.len() > allowed {
+        if !fine || whole.len() > max_unsharded {
             return Err(format!("position {position} of {program:?}: {whole:?}"));
         }
     }
@@ -200,22 +199,60 @@ fn check_gradients(schedule: &Schedule, rank: u32) -> Result<(), String> {
     Ok(())
 }
 
+/// The most receives of one stage and direction that are posted and not used.
+fn most_ahead(program: &[Action]) -> usize {
+    let mut ahead: BTreeMap<(u32, bool), usize> = BTreeMap::new();
+    let mut most = 0;
+    for &Action { kind, stage, .. } in program {
+        match kind {
+            RecvForward | RecvBackward => {
+                let ahead = ahead.entry((stage, kind == RecvForward)).or_default();
+                *ahead += 1;
+                most = most.max(*ahead);
+            }
+            Forward | Backward | InputGrad => {
+                // The first and the last stage take nothing from others.
+                if let Some(ahead) = ahead.get_mut(&(stage, kind == Forward)) {
+                    *ahead -= 1;
+                }
+            }
+            _ => {}
+        }
+    }
+    most
+}
+
+/// The most stages of one composite, which are gathered together at `ZeRO` stage 3.
+fn widest(compute: &Schedule, lowering: &Lowering) -> u32 {
+    let composites = compute.programs().iter().flat_map(|program| program.chunk_by(|action, _| action.with_next));
+    let distinct = |composite: &[Action]| composite.iter().map(|action| action.stage).collect::<BTreeSet<u32>>().len();
+    let widest = composites.map(distinct).max().filter(|_| lowering.zero_stage == Some(3)).unwrap_or(1);
+    u32::try_from(widest).unwrap()
+}
+
 /// All laws of one lowered schedule.
 fn check_lowered(compute: &Schedule, lowering: &Lowering) -> Result<(), TestCaseError> {
-    let lowered = compute.lower(&fitted(lowering, compute.placement())).unwrap();
+    let lowered = timed::lowered(compute, &fitted(lowering, compute.placement()));
+    let receives_ahead = lowered.lowering().unwrap().receives_ahead as usize;
+    let max_unsharded = lowered.lowering().unwrap().max_unsharded;
+    prop_assert_eq!(max_unsharded, lowering.max_unsharded.max(widest(compute, lowering)));
     prop_assert_eq!(lowered.header().comm, CommModel::Blocking);
     run_blocking(&lowered).map_err(TestCaseError::fail)?;
     let passes = |schedule: &Schedule| check::check(schedule).map_err(|fault| TestCaseError::fail(fault.to_string()));
     passes(&lowered)?;
     passes(&lowered.clone().with_inferred_lowering())?;
     for (rank, program) in (0..).zip(lowered.programs()) {
-        let kept: Vec<Action> =
-            program.iter().filter(|action| action.kind.is_compute()).map(|action| action.in_slot(0)).collect();
-        prop_assert_eq!(kept.as_slice(), compute.program(rank).unwrap());
+        let apart = compute.header().gating == Gating::Own;
+        let plain = |action: &Action| Action { with_next: action.with_next && !apart, ..action.in_slot(0) };
+        let computes = |program: &[Action]| -> Vec<Action> {
+            program.iter().filter(|action| action.kind.is_compute()).map(plain).collect()
+        };
+        prop_assert_eq!(computes(program), computes(compute.program(rank).unwrap()));
+        prop_assert!(most_ahead(program) <= receives_ahead, "{} > {receives_ahead}", most_ahead(program));
         let forward_only = compute.is_forward_only();
         check_slots(program, forward_only).map_err(TestCaseError::fail)?;
         if lowering.zero_stage == Some(3) {
-            check_gathers(program, lowering.max_unsharded as usize).map_err(TestCaseError::fail)?;
+            check_gathers(program, max_unsharded as usize).map_err(TestCaseError::fail)?;
         }
         if !forward_only {
             check_gradients(&lowered, rank).map_err(TestCaseError::fail)?;
@@ -237,6 +274,18 @@ proptest! {
         check_lowered(&schedule, &lowering)?;
     }
 
+    /// Parts that wait each for its own input: what one makes may be what the next waits for, by way of another rank.
+    #[test]
+    fn composites_of_own_gating_lower(schedule in program(), lowering in lowering()) {
+        let join = |program: &Vec<Action>| -> Vec<Action> {
+            let last = program.len() - 1;
+            (0..).zip(program).map(|(at, &action)| Action { with_next: at < last && at % 3 != 2, ..action }).collect()
+        };
+        let programs = schedule.programs().iter().map(join).collect();
+        let header = Header { gating: Gating::Own, ..schedule.header().clone() };
+        check_lowered(&Schedule::new(header, programs).unwrap(), &lowering)?;
+    }
+
     #[test]
     fn evaluation_needs_few_slots(placement in placement(), m in 1_u32..40) {
         let schedule = evaluation(placement, m).unwrap().lower(&Lowering::default()).unwrap();
@@ -256,14 +305,16 @@ proptest! {
         check_lowered(&schedule, &lowering)?;
     }
 
-    /// Two slots more than what lives at once, for transfers that overlap computations.
+    /// As many slots more than what lives at once as there are receives ahead, mostly two, for transfers that overlap
+    /// computations.
     #[test]
     fn slots_follow_what_is_alive(schedule in named()) {
-        let schedule = schedule.lower(&Lowering::default()).unwrap();
+        let schedule = timed::lowered(&schedule, &Lowering::default());
+        let ahead = schedule.lowering().unwrap().receives_ahead as usize;
         for program in schedule.programs() {
             let slots = check_slots(program, false).map_err(TestCaseError::fail)?;
             let alive = peak(program).unwrap();
-            prop_assert!(slots <= alive + 2, "{slots} slots for {alive} alive");
+            prop_assert!(slots <= alive + ahead, "{slots} slots for {alive} alive");
         }
     }
 }
@@ -282,8 +333,9 @@ fn texts(schedule: &Schedule) -> Vec<String> {
 fn receives_stand_before_the_sends_that_would_block_them() {
     let schedule = made(ScheduleName::OneForwardOneBackward, 2, 4, 1).lower(&Lowering::default()).unwrap();
     let expected = [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0F3 0SEND_F3 0RECV_B2 0RECV_B3@1 0B2 0B3@1",
-        "1RECV_F0 1RECV_F1@1 1F0 1B0 1SEND_B0 1RECV_F2 1F1@1 1B1 1SEND_B1 1RECV_F3@1 1F2 1B2 1SEND_B2 1F3@1 1B3 \
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1@1 0B0 0F2 0SEND_F2 0B1@1 0F3 0SEND_F3 0RECV_B2@1 0RECV_B3 0B2@1 \
+         0B3",
+        "1RECV_F0 1RECV_F1@1 1F0 1B0 1SEND_B0 1F1@1 1B1 1SEND_B1 1RECV_F2@1 1RECV_F3 1F2@1 1B2 1SEND_B2 1F3 1B3 \
          1SEND_B3",
     ];
     assert_eq!(texts(&schedule), expected);
@@ -421,4 +473,16 @@ fn options_that_do_not_fit_are_refused() {
     }
     let lowered = schedule.lower(&lowering()).unwrap();
     assert!(lowered.lower(&lowering()).unwrap_err().to_string().contains("lowered already"));
+}
+
+/// A rank that uses its inputs in another order than they are made needs room for those between.
+#[test]
+fn fewer_receives_ahead_than_a_program_needs_are_refused() {
+    let header = Header::new("reversed", Placement::looped(2, 1).unwrap(), 4);
+    let forwards = |stage, units: [u32; 4]| units.map(|unit| Action::forward(stage, unit)).to_vec();
+    let schedule = Schedule::new(header, vec![forwards(0, [0, 1, 2, 3]), forwards(1, [3, 2, 1, 0])]).unwrap();
+    let with = |receives_ahead| schedule.lower(&Lowering { receives_ahead, ..Lowering::default() });
+    let refused = with(2).unwrap_err().to_string();
+    assert!(refused.starts_with("receives_ahead is 2, but this program cannot run with fewer than 4"), "{refused}");
+    check::check(&with(4).unwrap()).unwrap();
 }

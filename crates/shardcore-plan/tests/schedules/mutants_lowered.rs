@@ -7,12 +7,11 @@ use shardcore_plan::schedule::generate::evaluation::evaluation;
 use shardcore_plan::schedule::{Action, ActionKind, Lowering, Schedule};
 
 use crate::mutation::{Dice, Programs, find, kill, shift};
-use crate::timed::any_flat;
+use crate::timed::{any_flat, lowered};
 
 fn any_lowered() -> impl Strategy<Value = Schedule> {
-    (any_flat(), 1_u32..=3).prop_map(|(schedule, receives_ahead)| {
-        schedule.lower(&Lowering { receives_ahead, ..Lowering::default() }).unwrap()
-    })
+    (any_flat(), 1_u32..=3)
+        .prop_map(|(schedule, receives_ahead)| lowered(&schedule, &Lowering { receives_ahead, ..Lowering::default() }))
 }
 
 fn is_message(action: Action) -> bool {

@@ -6,7 +6,7 @@ use shardcore_plan::schedule::check::{self, FaultKind};
 use shardcore_plan::schedule::{Action, ActionKind, Lowering, OptimizerStep, ReduceTiming, Schedule, ScheduleName};
 
 use crate::mutation::{Dice, Programs, kill, shift};
-use crate::timed::{any_flat, flat};
+use crate::timed::{any_flat, flat, lowered};
 
 use ActionKind::{Backward, Optimizer, Reduce, Reshard, TiedReduce, Unshard, WeightGrad};
 
@@ -27,7 +27,7 @@ fn any_lowered() -> impl Strategy<Value = Schedule> {
     (any_flat(), lowerings(), any::<bool>()).prop_map(|(schedule, lowering, tie)| {
         let last = schedule.placement().chain_length() - 1;
         let tied = if tie && last > 0 { vec![vec![0, last]] } else { Vec::new() };
-        schedule.lower(&Lowering { tied, ..lowering }).unwrap()
+        lowered(&schedule, &Lowering { tied, ..lowering })
     })
 }
 
@@ -35,7 +35,7 @@ fn with(change: fn(Lowering) -> Lowering) -> impl Strategy<Value = Schedule> {
     (any_flat(), lowerings(), prop::sample::select(OPTIMIZERS.to_vec())).prop_map(
         move |(schedule, lowering, optimizer)| {
             let tied = vec![vec![0, schedule.placement().chain_length() - 1]];
-            schedule.lower(&change(Lowering { tied, optimizer, ..lowering })).unwrap()
+            lowered(&schedule, &change(Lowering { tied, optimizer, ..lowering }))
         },
     )
 }
@@ -250,7 +250,7 @@ fn steps_before_what_they_step_with_or_before_the_barrier() {
 fn sums_that_ranks_reach_in_different_orders() {
     let tied = (2_u32..=5, 1_u32..=3).prop_map(|(ranks, rounds)| {
         let schedule = flat(ScheduleName::Interleaved, ranks, rounds, 2);
-        schedule.lower(&Lowering { tied: vec![vec![0, ranks + 1], vec![1, ranks]], ..Lowering::default() }).unwrap()
+        lowered(&schedule, &Lowering { tied: vec![vec![0, ranks + 1], vec![1, ranks]], ..Lowering::default() })
     });
     kill(tied, sums_in_another_order, &[FaultKind::Deadlock], by_check);
 }
@@ -260,7 +260,7 @@ fn sums_before_messages_for_which_others_wait() {
     let names = [ScheduleName::Gpipe, ScheduleName::OneForwardOneBackward, ScheduleName::EagerOneForwardOneBackward];
     let tied = (prop::sample::select(names.to_vec()), 2_u32..=5, 1_u32..=3).prop_map(|(name, ranks, rounds)| {
         let schedule = flat(name, ranks, rounds, 1);
-        schedule.lower(&Lowering { tied: vec![(0..ranks).collect()], ..Lowering::default() }).unwrap()
+        lowered(&schedule, &Lowering { tied: vec![(0..ranks).collect()], ..Lowering::default() })
     });
     kill(tied, sum_before_a_message, &[FaultKind::Deadlock], by_check);
 }

@@ -14,7 +14,7 @@ use shardcore_plan::schedule::{
 
 use crate::given::{program, times};
 use crate::reference::{Times, run};
-use crate::timed::{any_flat, built, costs_of, count, simulated, taken_apart};
+use crate::timed::{any_flat, built, costs_of, count, gated, lowered, simulated, taken_apart};
 
 fn whole(number: i64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
@@ -53,7 +53,7 @@ proptest! {
     /// What lowering adds costs nothing without latency; with latency only rendezvous waits for late receives.
     #[test]
     fn lowered_programs_take_what_their_compute_takes(schedule in program(), times in times(), ahead in 1_u32..4) {
-        let lowered = schedule.lower(&Lowering { receives_ahead: ahead, ..Lowering::default() }).unwrap();
+        let lowered = lowered(&schedule, &Lowering { receives_ahead: ahead, ..Lowering::default() });
         let buffered = Header { comm: CommModel::Buffered, ..lowered.header().clone() };
         let buffered =
             Schedule::new_lowered(buffered, lowered.programs().to_vec(), lowered.lowering().unwrap().clone()).unwrap();
@@ -65,6 +65,19 @@ proptest! {
         prop_assert!(times.hop > 0 || rendezvous.makespan == direct.makespan);
         prop_assert_eq!(&rendezvous.peak, &direct.peak);
         prop_assert_eq!(&rendezvous.busy, &direct.busy);
+    }
+
+    /// Lowered at the costs at which it runs, a program hides what the schedule hides, whatever waits for its partner.
+    #[test]
+    fn receives_are_posted_when_their_messages_leave(
+        schedule in program(), times in times(), own in any::<bool>(), ahead in 0_u32..3,
+    ) {
+        let schedule = gated(&schedule, if own { Gating::Own } else { Gating::All });
+        let costs = per_stage(&schedule, times);
+        let with = |receives_ahead| schedule.lower_for(&Lowering { receives_ahead, ..Lowering::default() }, &costs);
+        let lowered = with(schedule.header().num_units() + ahead).unwrap();
+        let (direct, found) = (simulate(&schedule, &costs).unwrap(), simulate(&lowered, &costs).unwrap());
+        prop_assert_eq!((found.makespan, found.span), (direct.makespan, direct.span));
     }
 
     #[test]
@@ -141,6 +154,71 @@ fn without_overlap_a_sender_waits_for_its_message() {
     assert_eq!(run.makespan, 40.0);
 }
 
+fn without_overlap() -> Network {
+    Network { overlap: false, ..Network::default() }
+}
+
+/// A lowered program that is declared for some communication.
+fn declared(programs: &[&[&str]], comm: CommModel) -> Schedule {
+    let header = Header { comm, ..Header::new("mine", Placement::looped(2, 1).unwrap(), 2) };
+    let action = |text: &&str| text.parse::<Action>().unwrap();
+    let programs = programs.iter().map(|program| program.iter().map(action).collect()).collect();
+    Schedule::new_lowered(header, programs, Lowering::default()).unwrap()
+}
+
+#[test]
+fn without_overlap_a_receiver_waits_for_its_message() {
+    // Rank 1 receives both inputs before it computes: the second is sent at 2 and there at 7, so it starts at 7.
+    let programs: [&[&str]; 2] = [&["0F0", "0SEND_F0", "0F1", "0SEND_F1"], &["1RECV_F0", "1RECV_F1@1", "1F0", "1F1@1"]];
+    let buffered = declared(&programs, CommModel::Buffered);
+    let costs = costs_of(&buffered, &CostSpec::uniform(1.0, 1.0, 1.0).with_hop(3.0));
+    let run = simulate_on(&buffered, &costs, &without_overlap()).unwrap();
+    let starts: Vec<f64> = run.intervals[1].iter().map(|interval| interval.start).collect();
+    let ends: Vec<f64> = run.intervals[1].iter().map(|interval| interval.end).collect();
+    assert_eq!((starts, ends), (vec![0.0, 4.0, 8.0, 9.0], vec![4.0, 8.0, 9.0, 10.0]));
+    let blocking = simulate_on(&declared(&programs, CommModel::Blocking), &costs, &without_overlap()).unwrap();
+    assert_eq!(blocking.makespan, run.makespan);
+    assert_eq!(blocking.intervals[0][1].end, 4.0, "a send ends when its message is there");
+}
+
+/// Both ranks send first, or both receive first: without overlap neither goes on.
+#[test]
+fn without_overlap_a_deadlock_is_an_error_that_names_its_circle() {
+    let sends: [&[&str]; 2] = [
+        &["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1@1", "0B1@1"],
+        &["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1@1", "1F1@1", "1B1", "1SEND_B1"],
+    ];
+    let schedule = declared(&sends, CommModel::Directed);
+    check::check(&schedule).unwrap();
+    let costs = costs_of(&schedule, &CostSpec::default());
+    assert!(simulate(&schedule, &costs).is_ok(), "with overlap both are posted");
+    let error = simulate_on(&schedule, &costs, &without_overlap()).unwrap_err();
+    assert!(error.to_string().contains("deadlock of") && error.to_string().contains("0SEND_F1"), "{error}");
+    assert!(simulate_on(&declared(&sends, CommModel::Buffered), &costs, &without_overlap()).is_ok());
+    let receives: [&[&str]; 2] = [
+        &["0F0", "0SEND_F0", "0F1", "0RECV_B0", "0B0", "0SEND_F1", "0RECV_B1@1", "0B1@1"],
+        &["1RECV_F0", "1F0", "1RECV_F1@1", "1B0", "1SEND_B0", "1F1@1", "1B1", "1SEND_B1"],
+    ];
+    for comm in [CommModel::Buffered, CommModel::Directed] {
+        let schedule = declared(&receives, comm);
+        assert!(simulate(&schedule, &costs).is_ok(), "{comm}");
+        let error = simulate_on(&schedule, &costs, &without_overlap()).unwrap_err();
+        assert!(error.to_string().contains("deadlock of"), "{error}");
+    }
+}
+
+/// A program that deadlocks under the communication that it declares takes no time at all.
+#[test]
+fn a_false_declaration_is_refused() {
+    let programs: [&[&str]; 2] = [
+        &["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1@1", "0B1@1"],
+        &["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1@1", "1F1@1", "1B1", "1SEND_B1"],
+    ];
+    let schedule = declared(&programs, CommModel::Blocking);
+    let error = simulate(&schedule, &costs_of(&schedule, &CostSpec::default())).unwrap_err();
+    assert!(error.to_string().contains("deadlock of"), "{error}");
+}
+
 #[test]
 fn a_composite_may_take_less_than_its_parts() {
     let schedule = built(ScheduleName::DualPipe, 4, 8, None);
@@ -163,6 +241,10 @@ fn costs_that_do_not_fit_are_refused() {
     refused(&Costs { hop: f64::NAN, ..costs.clone() }, &plain, "hop");
     refused(&costs, &Network { bandwidth: 0.0, ..Network::default() }, "bandwidth");
     refused(&costs, &Network { latency: BTreeMap::from([((0, 1), -1.0)]), ..Network::default() }, "edge 0->1");
+    let elsewhere = Network { latency: BTreeMap::from([((0, 1), 1.0), ((0, 2), 1.0)]), ..Network::default() };
+    refused(&costs, &elsewhere, "latency of edge 0->2: expected an edge over which messages pass: 0->1, 1->0");
+    refused(&Costs { forward: vec![1e308; 2], ..costs.clone() }, &plain, "times: their sum");
+    refused(&Costs { activation: vec![1e308; 2], ..costs.clone() }, &plain, "sizes: their sum");
     assert!(check::memory(&schedule, f64::NAN, &costs).is_err());
 }
 

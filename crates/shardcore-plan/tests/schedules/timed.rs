@@ -3,9 +3,10 @@
 use std::sync::LazyLock;
 
 use proptest::prelude::*;
+use shardcore_plan::PlanError;
 use shardcore_plan::schedule::generate::{self, ChunkCount, ScheduleName};
 use shardcore_plan::schedule::simulate::{Simulation, simulate};
-use shardcore_plan::schedule::{Action, CostSpec, Costs, Schedule};
+use shardcore_plan::schedule::{Action, CostSpec, Costs, Gating, Header, Lowering, Schedule};
 
 /// A count of random cases: `some` in every run, `all` where `SHARDCORE_FULL=1` asks for the counts of the issue.
 pub(crate) fn count(some: u32, all: u32) -> u32 {
@@ -51,4 +52,24 @@ pub(crate) fn costs_of(schedule: &Schedule, spec: &CostSpec) -> Costs {
 
 pub(crate) fn simulated(schedule: &Schedule, spec: &CostSpec) -> Simulation {
     simulate(schedule, &costs_of(schedule, spec)).unwrap()
+}
+
+/// The schedule lowered as asked for, or with as many receives ahead as it needs at least.
+pub(crate) fn lowered(schedule: &Schedule, lowering: &Lowering) -> Schedule {
+    let given = lowering.receives_ahead;
+    let with = |receives_ahead| schedule.lower(&Lowering { receives_ahead, ..lowering.clone() });
+    match with(given) {
+        Err(PlanError::TooFewReceives { given: told, needed }) => {
+            assert!(told == given && needed > given, "{told} {needed}");
+            assert!(matches!(with(needed - 1), Err(PlanError::TooFewReceives { .. })), "{needed} is not the least");
+            with(needed).unwrap()
+        }
+        result => result.unwrap(),
+    }
+}
+
+/// The same programs with another gating of their composites.
+pub(crate) fn gated(schedule: &Schedule, gating: Gating) -> Schedule {
+    let header = Header { gating, ..schedule.header().clone() };
+    Schedule::new(header, schedule.programs().to_vec()).unwrap()
 }

@@ -7,7 +7,7 @@ use shardcore_plan::schedule::{
     ActionKind, CostSpec, Costs, Objective, Placement, Request, ScheduleName, Synthesis, build, synthesize,
 };
 
-use crate::{Dice, cases, simulated};
+use crate::{Dice, cases, on_all_cores, simulated};
 
 /// The best named schedule of a placement under a cap.
 fn best_named(request: &Request, cap: f64) -> Option<f64> {
@@ -57,17 +57,16 @@ fn any_request(dice: &mut Dice) -> (Request, f64) {
 fn never_worse_than_the_best_named_schedule_and_near_the_bound() {
     let mut dice = Dice::new(5);
     let count = cases(200, 10_000);
-    let mut gaps = 0.0;
-    for case in 0..count {
-        let (request, cap) = any_request(&mut dice);
-        let found = verified(&request, cap);
-        if let Some(named) = best_named(&request, cap) {
+    let requests: Vec<(Request, f64)> = (0..count).map(|_| any_request(&mut dice)).collect();
+    let gaps = on_all_cores(&requests, |case, (request, cap)| {
+        let found = verified(request, *cap);
+        if let Some(named) = best_named(request, *cap) {
             assert!(found.value <= named * (1.0 + 1e-12), "case {case}: {} > {named}\n{request:?}", found.value);
         }
         assert!(found.gap >= 0.0 && found.lower_bound > 0.0, "case {case}: {request:?}");
-        gaps += found.gap;
-    }
-    let mean = gaps / f64::from(count);
+        found.gap
+    });
+    let mean = gaps.iter().sum::<f64>() / f64::from(count);
     assert!(mean < 0.05, "mean gap {mean:.4}");
 }
 
@@ -78,21 +77,22 @@ fn never_worse_than_the_best_named_schedule_and_near_the_bound() {
 fn beats_zb_h1_by_three_per_cent_where_messages_are_slow() {
     let mut dice = Dice::new(7);
     let count = cases(60, 1_000);
-    let mut gain = 0.0;
-    for _ in 0..count {
+    let mut request = || {
         let ranks = 4 + dice.below(5);
         let microbatches = ranks + dice.below(ranks / 2 + 1);
         let mut uneven = |mean: f64| -> Vec<f64> { (0..ranks).map(|_| mean * (0.7 + 0.6 * dice.unit())).collect() };
         let (forward, input, weight) = (uneven(1.0), uneven(1.1), uneven(0.8));
         let mut costs = CostSpec::default().with_hop(0.2 + 0.8 * dice.unit());
         (costs.forward, costs.input_grad, costs.weight_grad) = (forward.into(), input.into(), weight.into());
-        let named = build(ScheduleName::ZbH1, ranks, microbatches, None, None).unwrap();
-        let named = simulated(&named, &costs).makespan;
-        let request =
-            Request::new(Placement::looped(ranks, 1).unwrap(), microbatches, costs).with_cap(f64::from(ranks));
-        gain += 1.0 - verified(&request, f64::from(ranks)).value / named;
-    }
-    let mean = gain / f64::from(count);
+        Request::new(Placement::looped(ranks, 1).unwrap(), microbatches, costs).with_cap(f64::from(ranks))
+    };
+    let requests: Vec<Request> = (0..count).map(|_| request()).collect();
+    let gains = on_all_cores(&requests, |_, request| {
+        let ranks = request.placement.num_ranks();
+        let named = build(ScheduleName::ZbH1, ranks, request.num_microbatches, None, None).unwrap();
+        1.0 - verified(request, f64::from(ranks)).value / simulated(&named, &request.costs).makespan
+    });
+    let mean = gains.iter().sum::<f64>() / f64::from(count);
     assert!(mean >= 0.03, "mean gain {mean:.4}");
 }
 
@@ -151,6 +151,54 @@ fn memory_of_either_kind_and_of_each_rank_is_kept() {
     let found = synthesize(&request).unwrap();
     let peaks = peaks(&found.schedule, &Costs::new(&request.costs, &request.placement, 1).unwrap()).unwrap();
     assert!(peaks.iter().zip([4.0, 2.0, 1.5]).all(|(peak, cap)| *peak <= cap), "{peaks:?}");
+}
+
+/// A stash larger than the activation: where a split backward does not fit, one in one piece does.
+#[test]
+fn caps_under_which_only_whole_backwards_fit_are_met() {
+    let mut dice = Dice::new(17);
+    for case in 0..cases(12, 200) {
+        let ranks = 2 + dice.below(4);
+        let chunks = 1 + dice.below(2);
+        let placement = Placement::looped(ranks, chunks).unwrap();
+        let mut costs = dice.costs(placement.num_stages() as usize);
+        (costs.activation, costs.stash) = (f64::from(chunks).into(), Some((f64::from(chunks) * 3.0).into()));
+        if case % 2 == 0 {
+            costs.fused_backward = None;
+        }
+        for cap in [f64::from(chunks), f64::from(chunks * ranks)] {
+            let request = Request::new(placement.clone(), 2 * ranks, costs.clone()).with_cap(cap);
+            let found = verified(&request, cap);
+            if let Some(named) = best_named(&request, cap) {
+                assert!(found.value <= named * (1.0 + 1e-12), "case {case}: {} > {named}\n{request:?}", found.value);
+            }
+        }
+    }
+    let request = Request::new(Placement::looped(2, 1).unwrap(), 4, CostSpec::default()).with_cap(0.9);
+    assert!(synthesize(&request).unwrap_err().to_string().contains("rank 0 may hold 0.9 and needs 1"));
+}
+
+/// Only the last stage's stash is large: that stage fuses, the others need not.
+#[test]
+fn stages_that_gain_by_it_fuse_and_others_do_not() {
+    let costs = CostSpec { stash: Some(vec![0.5, 0.5, 0.5, 9.0].into()), ..CostSpec::uniform(1.0, 1.0, 1.0) };
+    let found = verified(&Request::new(Placement::looped(4, 1).unwrap(), 12, costs).with_cap(4.0), 4.0);
+    let kinds = |rank: u32| found.schedule.program(rank).unwrap().iter().map(|action| action.kind);
+    assert!(kinds(3).all(|kind| kind != ActionKind::InputGrad));
+    assert!((0..3).any(|rank| kinds(rank).any(|kind| kind == ActionKind::InputGrad)));
+    let plain = build(ScheduleName::OneForwardOneBackward, 4, 12, None, None).unwrap();
+    assert!(found.value < simulated(&plain, &CostSpec::default()).makespan);
+}
+
+#[test]
+fn costs_without_a_finite_sum_are_refused() {
+    let placement = Placement::looped(2, 1).unwrap();
+    let hops = CostSpec::uniform(1.0, 1.0, 1.0).with_hop(1e308);
+    let sizes = CostSpec { activation: 1e308.into(), ..CostSpec::default() };
+    for (costs, what) in [(CostSpec::uniform(1e308, 1.0, 1.0), "times"), (hops, "times"), (sizes, "sizes")] {
+        let error = synthesize(&Request::new(placement.clone(), 4, costs)).unwrap_err().to_string();
+        assert!(error.contains(&format!("bad cost {what}: their sum is beyond")), "{error}");
+    }
 }
 
 #[test]

@@ -8,6 +8,10 @@ mod laws;
 mod optima;
 mod v_shape;
 
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
 use shardcore_plan::schedule::simulate::{Simulation, simulate};
 use shardcore_plan::schedule::{CostSpec, Costs, Schedule};
 
@@ -16,6 +20,23 @@ fn cases(some: u32, all: u32) -> u32 {
     #[expect(clippy::disallowed_methods, reason = "tests may ask how much to test")]
     let full = std::env::var("SHARDCORE_FULL").is_ok_and(|value| value == "1");
     if full { all } else { some }
+}
+
+/// What `work` gives for every item, in their order; as many at once as there are cores.
+fn on_all_cores<T: Sync, R: Send>(items: &[T], work: impl Fn(usize, &T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let at = next.fetch_add(1, Ordering::Relaxed);
+        items.get(at).map(|item| (at, work(at, item)))
+    };
+    let num_threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let mut found: Vec<(usize, R)> = thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..num_threads).map(|_| scope.spawn(|| std::iter::from_fn(take).collect::<Vec<_>>())).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    found.sort_by_key(|(at, _)| *at);
+    found.into_iter().map(|(_, result)| result).collect()
 }
 
 fn simulated(schedule: &Schedule, spec: &CostSpec) -> Simulation {

@@ -92,8 +92,11 @@ pub fn memory(schedule: &Schedule, cap: f64, costs: &Costs) -> Result<()> {
     memory_cap::check(schedule, cap, costs)
 }
 
-/// Runs a schedule of valid structure.
-fn run(schedule: &Schedule, delivery: Delivery) -> Result<()> {
+/// Runs a schedule whose actions are all in place.
+///
+/// # Errors
+/// [`PlanError::InvalidSchedule`] with two messages out of order, or the shortest circle of actions that wait.
+pub(crate) fn run(schedule: &Schedule, delivery: Delivery) -> Result<()> {
     let mut run = Run::new(schedule, delivery);
     match run.finish() {
         Ok(()) => Ok(()),
@@ -102,9 +105,10 @@ fn run(schedule: &Schedule, delivery: Delivery) -> Result<()> {
     }
 }
 
-/// Why a simulation of a schedule stopped at the given positions.
-pub(crate) fn why_stuck(schedule: &Schedule, positions: &[usize]) -> PlanError {
-    if let Err(error) = dependencies(schedule) {
+/// Why a simulation of a schedule stopped at the given positions; without overlap every message blocks its ranks.
+pub(crate) fn why_stuck(schedule: &Schedule, overlap: bool, positions: &[usize]) -> PlanError {
+    let blocking = || if overlap { Ok(()) } else { communication(schedule, Delivery::Blocking) };
+    if let Err(error) = check(schedule).and_then(|()| blocking()) {
         return error;
     }
     let blocked = positions.iter().enumerate().filter(|&(rank, &at)| at < schedule.programs()[rank].len());

@@ -61,10 +61,9 @@ struct Pass<'a> {
     /// The weight gradients of each stage in the whole step.
     num_weight_grads: Vec<u32>,
     stages: Vec<Stage>,
-    /// The rank at hand; how many stages it may and does hold whole; where its first step behind a barrier stands.
+    /// The rank at hand; how many stages it holds whole; where its first step behind a barrier stands.
     rank: usize,
-    most_whole: usize,
-    num_whole: usize,
+    num_whole: u32,
     barrier: Option<usize>,
     /// Where the composite at hand starts.
     composite: usize,
@@ -83,7 +82,6 @@ impl<'a> Pass<'a> {
             num_weight_grads: (0..schedule.num_stages()).map(count).collect(),
             stages: vec![Stage::default(); schedule.num_stages() as usize],
             rank: 0,
-            most_whole: 0,
             num_whole: 0,
             barrier: None,
             composite: 0,
@@ -91,8 +89,6 @@ impl<'a> Pass<'a> {
     }
 
     fn begin_rank(&mut self, rank: usize) {
-        let most = if self.gathers() { widest(&self.schedule.programs()[rank]) } else { 0 };
-        self.most_whole = most.max(self.lowering.max_unsharded as usize);
         (self.rank, self.num_whole, self.barrier) = (rank, 0, None);
     }
 
@@ -174,8 +170,9 @@ impl<'a> Pass<'a> {
         if self.stages[stage as usize].whole {
             return Wrong::alone("its parameters are gathered already: drop it");
         }
-        if self.num_whole >= self.most_whole {
-            let (held, most) = (counted(self.num_whole as u64, "stage"), self.lowering.max_unsharded);
+        let most = self.lowering.max_unsharded;
+        if self.num_whole >= most {
+            let held = counted(self.num_whole.into(), "stage");
             return Wrong::alone(format!(
                 "the rank holds {held} whole already, and max_unsharded is {most}: put a RESHARD before it"
             ));
@@ -344,16 +341,4 @@ fn is_over(kind: ActionKind) -> bool {
 
 fn makes_weight_grad(kind: ActionKind) -> bool {
     matches!(kind, ActionKind::Backward | ActionKind::WeightGrad)
-}
-
-/// The most stages of one composite, which must be whole together.
-fn widest(program: &[Action]) -> usize {
-    let composites = program.chunk_by(|action, _| action.with_next).filter(|composite| composite.len() > 1);
-    let distinct = |composite: &[Action]| {
-        let mut stages: Vec<u32> = composite.iter().map(|action| action.stage).collect();
-        stages.sort_unstable();
-        stages.dedup();
-        stages.len()
-    };
-    composites.map(distinct).max().unwrap_or(0)
 }

@@ -97,8 +97,9 @@ struct List<'a> {
 
 impl List<'_> {
     fn run(&mut self) -> Option<Order> {
-        let per_stage = if self.problem.fused { 2 } else { 3 } * self.problem.num_microbatches;
-        let lengths = self.problem.stages_of.iter().map(|stages| per_stage * stages.len());
+        let problem = self.problem;
+        let of_stage = |&stage: &usize| if problem.fused[stage] { 2 } else { 3 } * problem.num_microbatches;
+        let lengths = problem.stages_of.iter().map(|stages| stages.iter().map(of_stage).sum::<usize>());
         let mut out: Order = lengths.clone().map(Vec::with_capacity).collect();
         let mut events: BinaryHeap<Reverse<(Time, usize)>> =
             (0..self.problem.num_ranks).map(|rank| Reverse((Time(0.0), rank))).collect();
@@ -187,9 +188,9 @@ impl List<'_> {
         if let Some(decision) = self.fill(rank) {
             return decision;
         }
-        let backward = self.problem.backward_kind();
         let ops = &mut self.order[rank][self.position[rank]..];
-        let Some(ahead) = ops.iter().position(|op| op.kind() == backward) else {
+        let is_backward = |op: &Op| matches!(op.kind(), OpKind::InputGrad | OpKind::Backward);
+        let Some(ahead) = ops.iter().position(is_backward) else {
             return Decision::Stuck;
         };
         ops[..=ahead].rotate_right(1);

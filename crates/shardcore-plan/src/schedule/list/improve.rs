@@ -14,6 +14,9 @@ const ROUND: usize = 48;
 /// How much worse the score may become by one move, in units of an average op.
 const MOST_WORSE: f64 = 0.5;
 
+/// How often a backward is split or made whole, where that can be a gain.
+const FLIPS: f64 = 0.15;
+
 /// How far an op moves at most.
 const FARTHEST: usize = 8;
 
@@ -36,6 +39,8 @@ pub(crate) struct Improver<'a> {
     rng: Rng,
     order: Order,
     score: f64,
+    /// Whether it may pay to have a backward in one piece.
+    flips: bool,
     /// How the ops on the critical path could give way.
     moves: Vec<Move>,
     best: (f64, Order, Timing),
@@ -49,7 +54,10 @@ impl<'a> Improver<'a> {
         let score = score(&timing, goal);
         let best = (score, order.to_vec(), timing);
         let rng = Rng::new(seed);
-        let mut search = Self { problem, goal, space, rng, order: order.to_vec(), score, moves: Vec::new(), best };
+        let may_fuse = |stage: usize| problem.fusing_pays(stage) || problem.stash[stage] > problem.activation[stage];
+        let flips = (0..problem.num_stages()).any(may_fuse);
+        let (order, moves) = (order.to_vec(), Vec::new());
+        let mut search = Self { problem, goal, space, rng, order, score, flips, moves, best };
         search.find_critical();
         Some(search)
     }
@@ -93,6 +101,12 @@ impl<'a> Improver<'a> {
     fn step(&mut self, most_worse: f64) {
         let tolerance = most_worse * self.rng.unit();
         let Move { rank, position, earliest, latest } = self.moves[self.rng.below(self.moves.len())];
+        if self.flips && self.rng.unit() < FLIPS {
+            if flip(&mut self.order[rank], position) && !self.accept(tolerance) {
+                flip(&mut self.order[rank], position);
+            }
+            return;
+        }
         let distance = 1 + self.rng.below(FARTHEST);
         let (from, to) = if self.rng.unit() < 0.5 {
             (position, position.saturating_sub(distance).max(earliest))
@@ -104,6 +118,13 @@ impl<'a> Improver<'a> {
             return;
         }
         shift(&mut self.order[rank], from, to);
+        if !self.accept(tolerance) {
+            shift(&mut self.order[rank], to, from);
+        }
+    }
+
+    /// Keeps the order as it is now if its score is worse by at most `tolerance`; whether it is.
+    fn accept(&mut self, tolerance: f64) -> bool {
         let timing = self.space.replay(self.problem, &self.order);
         let score = timing.as_ref().map_or(f64::INFINITY, |timing| score(timing, self.goal));
         match timing {
@@ -113,8 +134,9 @@ impl<'a> Improver<'a> {
                     self.best = (score, self.order.clone(), timing);
                 }
                 self.find_critical();
+                true
             }
-            _ => shift(&mut self.order[rank], to, from),
+            _ => false,
         }
     }
 
@@ -193,6 +215,25 @@ impl<'a> Improver<'a> {
 /// Mostly the goal; among equals, what lets the other ranks end early leaves the most room.
 fn score(timing: &Timing, goal: Goal) -> f64 {
     goal.score(timing) + 1e-4 * timing.sum_of_ends
+}
+
+/// Splits a backward, or fuses an input gradient with the weight gradient right behind it; whether there was one.
+fn flip(ops: &mut Vec<Op>, position: usize) -> bool {
+    let op = ops[position];
+    let weight = Op::new(OpKind::WeightGrad, op.chunk());
+    match op.kind() {
+        OpKind::Backward => {
+            ops[position] = Op::new(OpKind::InputGrad, op.chunk());
+            ops.insert(position + 1, weight);
+            true
+        }
+        OpKind::InputGrad if ops.get(position + 1) == Some(&weight) => {
+            ops[position] = Op::new(OpKind::Backward, op.chunk());
+            ops.remove(position + 1);
+            true
+        }
+        _ => false,
+    }
 }
 
 /// Moves one element, and those between by one.

@@ -20,10 +20,8 @@ impl Pattern {
     pub(crate) fn order(&self, problem: &Problem) -> Order {
         let interval = problem.interval();
         let offsets = self.offsets(problem, interval);
-        let paced = !problem.fused && self.steps.len() >= 5 * problem.num_chunks() - 1;
-        let kinds = [problem.backward_kind(), OpKind::Forward, OpKind::WeightGrad];
-        let kinds = if paced { &kinds[..] } else { &kinds[..2] };
-        (0..problem.num_ranks).map(|rank| merge(problem, rank, kinds, &offsets, interval)).collect()
+        let paced = self.steps.len() >= 5 * problem.num_chunks() - 1;
+        (0..problem.num_ranks).map(|rank| merge(problem, rank, paced, &offsets, interval)).collect()
     }
 
     /// When each stage's ops run for the first micro-batch, by kind.
@@ -59,7 +57,7 @@ struct Stream {
 }
 
 /// Merges the ops of a rank's stages by their reference times.
-fn merge(problem: &Problem, rank: usize, kinds: &[OpKind], offsets: &[Vec<f64>; 3], interval: f64) -> Vec<Op> {
+fn merge(problem: &Problem, rank: usize, paced: bool, offsets: &[Vec<f64>; 3], interval: f64) -> Vec<Op> {
     let stages = &problem.stages_of[rank];
     let left = problem.num_microbatches;
     let stream = |kind: OpKind, stage: usize| Stream {
@@ -68,9 +66,12 @@ fn merge(problem: &Problem, rank: usize, kinds: &[OpKind], offsets: &[Vec<f64>; 
         op: Op::new(kind, problem.chunk_of[stage]),
         left,
     };
-    let pairs = kinds.iter().flat_map(|&kind| stages.iter().map(move |&stage| (kind, stage)));
-    let mut streams: Vec<Stream> = pairs.map(|(kind, stage)| stream(kind, stage)).collect();
-    let mut ops = Vec::with_capacity(kinds.len() * stages.len() * left);
+    let backwards = stages.iter().map(|&stage| stream(problem.backward_kind(stage), stage));
+    let forwards = stages.iter().map(|&stage| stream(OpKind::Forward, stage));
+    let split = stages.iter().filter(|&&stage| paced && !problem.fused[stage]);
+    let weights = split.map(|&stage| stream(OpKind::WeightGrad, stage));
+    let mut streams: Vec<Stream> = backwards.chain(forwards).chain(weights).collect();
+    let mut ops = Vec::with_capacity(streams.len() * left);
     while let Some(next) = streams.iter_mut().reduce(|first, other| if other.time < first.time { other } else { first })
     {
         ops.push(next.op);

@@ -64,8 +64,8 @@ pub(crate) struct Problem {
     pub(crate) stash: Vec<f64>,
     /// Memory of each rank; infinite without a cap.
     pub(crate) cap: Vec<f64>,
-    /// Whether every backward is one op.
-    pub(crate) fused: bool,
+    /// The stages whose backwards list scheduling makes in one piece.
+    pub(crate) fused: Vec<bool>,
 }
 
 impl Problem {
@@ -100,7 +100,7 @@ impl Problem {
             stash: costs.stash.clone(),
             // Sums of the caller's sizes may round up by a few bits.
             cap: cap.into_iter().map(|cap| cap * (1.0 + 1e-9)).collect(),
-            fused: false,
+            fused: vec![false; placement.num_stages() as usize],
         })
     }
 
@@ -109,37 +109,47 @@ impl Problem {
         Self { num_microbatches, ..self.clone() }
     }
 
-    /// The same pipeline with every backward in one piece.
-    pub(crate) fn with_fused_backward(&self) -> Self {
-        Self { fused: true, ..self.clone() }
+    /// The same pipeline for list scheduling, with the backwards of some stages in one piece. It looks at the memory of
+    /// forwards only, so where a split backward's stash is larger than the activation, that is set aside from the start.
+    pub(crate) fn cautious(&self, fused: Vec<bool>) -> Self {
+        let reserved = |stage: usize| {
+            let (activation, stash) = (self.activation[stage], self.stash[stage]);
+            if fused[stage] { activation } else { activation.max(stash) }
+        };
+        let activation = (0..self.num_stages()).map(reserved).collect();
+        Self { activation, fused, ..self.clone() }
     }
 
-    /// The same pipeline, with memory for an activation's stash set aside from the start where a stash is larger: list
-    /// scheduling looks at the memory of forwards only.
-    pub(crate) fn cautious(&self) -> Self {
-        let activation = self.activation.iter().zip(&self.stash).map(|(&size, &stash)| size.max(stash)).collect();
-        Self { activation, ..self.clone() }
-    }
-
-    /// The memory that a rank needs for one micro-batch at a time.
+    /// The memory that a rank needs for one micro-batch at a time: a backward in one piece needs no stash.
     pub(crate) fn least_memory(&self, rank: usize) -> f64 {
-        let mut below = 0.0;
-        let mut most = 0.0_f64;
-        for &stage in &self.stages_of[rank] {
-            // While the backwards come down the chain, the stages below still hold their activations.
-            most = most.max(below + self.stash[stage]);
-            below += self.activation[stage];
+        self.stages_of[rank].iter().map(|&stage| self.activation[stage]).sum()
+    }
+
+    /// The stages whose backward must be in one piece even for one micro-batch at a time, because the stash does not fit
+    /// beside the activations of the rank's stages below.
+    pub(crate) fn must_fuse(&self) -> Vec<bool> {
+        let mut must = vec![false; self.num_stages()];
+        for (rank, stages) in self.stages_of.iter().enumerate() {
+            let mut below = 0.0;
+            for &stage in stages {
+                must[stage] = below + self.stash[stage] > self.cap[rank];
+                below += self.activation[stage];
+            }
         }
-        most.max(below)
+        must
     }
 
     /// One micro-batch after another, each weight gradient at once.
     pub(crate) fn one_by_one(&self) -> Order {
-        let chunks = |rank: usize| self.stages_of[rank].iter().map(|&stage| self.chunk_of[stage]);
         let one = |rank: usize| {
-            let forwards = chunks(rank).map(|chunk| Op::new(OpKind::Forward, chunk));
-            let backward = |chunk| [OpKind::InputGrad, OpKind::WeightGrad].map(|kind| Op::new(kind, chunk));
-            forwards.chain(chunks(rank).rev().flat_map(backward)).collect::<Vec<Op>>()
+            let stages = &self.stages_of[rank];
+            let op = |kind, stage: usize| Op::new(kind, self.chunk_of[stage]);
+            let forwards = stages.iter().map(|&stage| op(OpKind::Forward, stage));
+            let backward = |&stage: &usize| match self.backward_kind(stage) {
+                OpKind::Backward => vec![op(OpKind::Backward, stage)],
+                split => vec![op(split, stage), op(OpKind::WeightGrad, stage)],
+            };
+            forwards.chain(stages.iter().rev().flat_map(backward)).collect::<Vec<Op>>()
         };
         (0..self.num_ranks).map(|rank| one(rank).repeat(self.num_microbatches)).collect()
     }
@@ -163,15 +173,20 @@ impl Problem {
         self.time[kind as usize][stage]
     }
 
-    /// The kind that a backward starts with.
-    pub(crate) fn backward_kind(&self) -> OpKind {
-        if self.fused { OpKind::Backward } else { OpKind::InputGrad }
+    /// The kind that a stage's backward starts with.
+    pub(crate) fn backward_kind(&self, stage: usize) -> OpKind {
+        if self.fused[stage] { OpKind::Backward } else { OpKind::InputGrad }
+    }
+
+    /// Whether a stage's backward takes less in one piece.
+    pub(crate) fn fusing_pays(&self, stage: usize) -> bool {
+        self.time[3][stage] < self.time[1][stage] + self.time[2][stage]
     }
 
     /// Time of a whole backward: the cheapest way for it.
     pub(crate) fn least_backward(&self, stage: usize) -> f64 {
         let split = self.time[1][stage] + self.time[2][stage];
-        if self.fused { self.time[3][stage] } else { split.min(self.time[3][stage]) }
+        if self.fused[stage] { self.time[3][stage] } else { split.min(self.time[3][stage]) }
     }
 
     /// Work of a rank for one micro-batch: what it computes whatever the order is.

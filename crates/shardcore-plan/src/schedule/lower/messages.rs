@@ -1,11 +1,11 @@
 //! Where a rank's sends and receives stand.
 
 use super::Inserted;
-use super::times::{Direction, Times, composites};
+use super::times::{Direction, Times, blocks};
 use crate::schedule::action::{Action, ActionKind};
+use crate::schedule::program::Gating;
 
-/// The place of a message in the one order of all messages: the time at which it is sent, then what it is. No two have
-/// the same.
+/// The place of a message in the one order of all messages (see [`Times::order`]). No two have the same.
 type Order = (u64, u32);
 
 /// A send or a receive of one rank.
@@ -13,26 +13,37 @@ type Order = (u64, u32);
 struct Message {
     order: Order,
     action: Action,
-    /// The first gap that the number of receives ahead allows, and the last gap that is right. A send has one.
-    earliest: u32,
+    /// The last gap that is right; a send has only this one.
     latest: u32,
+    /// Of a receive, which of the rank's streams it belongs to.
+    stream: Option<u32>,
+}
+
+/// What a stage of the rank at hand receives in one direction.
+#[derive(Clone, Default)]
+struct Stream {
+    /// The gaps behind the computations that use a receive, in the order of the program.
+    used: Vec<u32>,
+    num_posted: usize,
 }
 
 /// Plans the messages of rank after rank. What is used anew for each rank keeps its memory.
 pub(super) struct Messages<'a> {
     times: &'a Times,
+    gating: Gating,
     receives_ahead: usize,
     planned: Vec<Message>,
-    /// For each stage of the rank at hand and direction, the gaps behind the computations that used a receive.
-    used: Vec<Vec<u32>>,
+    streams: Vec<Stream>,
 }
 
 impl<'a> Messages<'a> {
-    pub(super) fn new(times: &'a Times, receives_ahead: u32) -> Self {
-        Self { times, receives_ahead: receives_ahead as usize, planned: Vec::new(), used: Vec::new() }
+    pub(super) fn new(times: &'a Times, gating: Gating, receives_ahead: u32) -> Self {
+        let (planned, streams) = (Vec::new(), Vec::new());
+        Self { times, gating, receives_ahead: receives_ahead as usize, planned, streams }
     }
 
-    /// The sends and receives of a rank that holds these stages, in their order.
+    /// The sends and receives of a rank that holds these stages, in their order: a send directly behind its
+    /// computation, a receive as early as the order of the messages and the number of receives ahead allow.
     pub(super) fn of_rank(&mut self, rank: u32, stages: &[u32], program: &[Action]) -> Vec<Inserted> {
         self.collect(rank, stages, program);
         self.planned.sort_unstable_by_key(|message| message.order);
@@ -42,20 +53,27 @@ impl<'a> Messages<'a> {
             message.latest = latest;
         }
         let mut gap = 0;
-        let place = |message: &Message| {
-            gap = message.earliest.clamp(gap, message.latest.max(gap));
-            Inserted { gap, action: message.action }
-        };
-        self.planned.iter().map(place).collect()
+        let mut inserted = Vec::with_capacity(self.planned.len());
+        for message in &self.planned {
+            gap = match message.stream {
+                None => message.latest,
+                Some(stream) => gap.max(self.streams[stream as usize].post(self.receives_ahead)).min(message.latest),
+            };
+            inserted.push(Inserted { gap, action: message.action });
+        }
+        inserted
     }
 
     /// The messages in the order of the program.
     fn collect(&mut self, rank: u32, stages: &[u32], program: &[Action]) {
         self.planned.clear();
-        self.used.iter_mut().for_each(Vec::clear);
-        self.used.resize(2 * stages.len(), Vec::new());
-        for (before, after, composite) in composites(program) {
-            for &action in composite {
+        for stream in &mut self.streams {
+            stream.used.clear();
+            stream.num_posted = 0;
+        }
+        self.streams.resize(2 * stages.len(), Stream::default());
+        for (before, after, block) in blocks(program, self.gating) {
+            for &action in block {
                 let receive = stages.binary_search(&action.stage).ok();
                 let receive = receive.and_then(|local| self.receive(rank, local, action, [before, after]));
                 self.planned.extend(receive);
@@ -70,14 +88,13 @@ impl<'a> Messages<'a> {
             Direction::Forward => ActionKind::RecvForward,
             Direction::Backward => ActionKind::RecvBackward,
         };
-        let used = &mut self.used[2 * local + direction as usize];
-        let earliest = used.len().checked_sub(self.receives_ahead).map_or(0, |turn| used[turn]);
-        used.push(after);
+        let stream = 2 * local + direction as usize;
+        self.streams[stream].used.push(after);
         Some(Message {
-            order: self.order(direction, source.stage, action.microbatch),
+            order: self.times.order(direction, source.stage, action.microbatch),
             action: Action::new(kind, action.stage, action.microbatch),
-            earliest,
             latest: before,
+            stream: u32::try_from(stream).ok(),
         })
     }
 
@@ -88,16 +105,20 @@ impl<'a> Messages<'a> {
             Direction::Backward => ActionKind::SendBackward,
         };
         Some(Message {
-            order: self.order(direction, action.stage, action.microbatch),
+            // Both ends of a message have the place of the result that it carries.
+            order: self.times.order(direction, action.stage, action.microbatch),
             action: Action::new(kind, action.stage, action.microbatch),
-            earliest: after,
             latest: after,
+            stream: None,
         })
     }
+}
 
-    /// `stage` is the one that sends, so both ends of a message have the same place.
-    fn order(&self, direction: Direction, stage: u32, unit: u32) -> Order {
-        let (time, stream) = (self.times.end(direction, stage, unit), 2 * stage + direction as u32);
-        (u64::from(time) << 32 | u64::from(stream), unit)
+impl Stream {
+    /// The first gap at which there is room for its next receive.
+    fn post(&mut self, receives_ahead: usize) -> u32 {
+        let before = self.num_posted.checked_sub(receives_ahead);
+        self.num_posted += 1;
+        before.map_or(0, |turn| self.used[turn])
     }
 }

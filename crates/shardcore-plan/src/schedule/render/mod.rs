@@ -121,6 +121,34 @@ mod tests {
     }
 
     #[test]
+    fn labels_are_shortened_before_a_picture_is_cut() {
+        for &name in ScheduleName::ALL {
+            let (schedule, run) = simulated(name, 4, 8);
+            let text = ascii(&schedule, &run, 160);
+            let ends = |row: &str| row.ends_with('|') && row.len() <= "rank 0 |".len() + 161;
+            assert!(text.lines().skip(1).all(ends), "{text}");
+        }
+    }
+
+    #[test]
+    fn tiny_and_huge_times_are_drawn_as_others() {
+        let schedule = build(ScheduleName::ZbH1, 3, 5, None, None).unwrap();
+        let pictures = [5e-324, 1.0, 1e300].map(|unit| {
+            let costs = Costs::new(&CostSpec::uniform(unit, unit, unit), schedule.placement(), 1).unwrap();
+            let run = simulate(&schedule, &costs).unwrap();
+            let picture = svg(&schedule, &run) + &perfetto(&schedule, &run, 1.0);
+            assert!(!picture.contains("NaN") && !picture.contains("inf"), "{picture}");
+            ascii(&schedule, &run, 160).lines().skip(1).map(str::to_owned).collect::<Vec<_>>()
+        });
+        assert_eq!([&pictures[0], &pictures[2]], [&pictures[1]; 2]);
+        // One action of no account beside the others.
+        let times = vec![1e300, 1e-300, 1.0].into();
+        let costs = CostSpec { forward: times, ..CostSpec::default() };
+        let run = simulate(&schedule, &Costs::new(&costs, schedule.placement(), 1).unwrap()).unwrap();
+        assert!(ascii(&schedule, &run, usize::MAX).len() < 3 * 5000);
+    }
+
+    #[test]
     fn parts_that_run_together_are_shown_together() {
         let (schedule, run) = simulated(ScheduleName::DualPipe, 2, 4);
         assert!(ascii(&schedule, &run, 400).contains('&'));

@@ -3,7 +3,8 @@
 //! Each rank runs its program in order. An action starts when its rank is free and its inputs are there; an input from
 //! another rank is there one hop after it was made. On a program without communication a message leaves by itself as
 //! soon as it is made; on a lowered one it leaves when its send is posted and, unless the header declares
-//! [`CommModel::Buffered`](super::CommModel::Buffered), its receive as well. Both kinds of bubble are reported, because
+//! [`CommModel::Buffered`](super::CommModel::Buffered), its receive as well. A lowered program takes no time if it cannot
+//! run under the communication that it declares. Both kinds of bubble are reported, because
 //! the papers on zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", section 4) count the span of a
 //! rank, while a step with a barrier costs the makespan.
 
@@ -102,9 +103,14 @@ pub(crate) fn fit(schedule: &Schedule, costs: &Costs) -> Result<()> {
 
 /// What is idle of `num_ranks` ranks that take `total` each.
 fn idle_part(busy: &[f64], total: f64) -> f64 {
+    if total <= 0.0 {
+        return 0.0;
+    }
+    // Parts of the total stay far from overflow.
     #[expect(clippy::cast_precision_loss, reason = "the number of ranks is far below 2^52")]
-    let whole = total * busy.len() as f64;
-    if whole > 0.0 { 1.0 - busy.iter().sum::<f64>() / whole } else { 0.0 }
+    let num_ranks = busy.len() as f64;
+    let mean = busy.iter().map(|busy| busy / total).sum::<f64>() / num_ranks;
+    (1.0 - mean).clamp(0.0, 1.0)
 }
 
 /// The end of the composite that starts at `index`, exclusive.

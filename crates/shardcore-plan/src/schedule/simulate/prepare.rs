@@ -1,10 +1,13 @@
 //! Costs and links, checked and laid out per stage.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{PlanError, Result};
 use crate::schedule::costs::Costs;
 use crate::schedule::flow::{Flow, NO_STAGE};
+
+/// So many edges does a message name.
+const TOLD: usize = 16;
 
 /// The links between ranks, where they differ from one latency for all.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,8 +19,9 @@ pub struct Network {
     pub message: Vec<f64>,
     /// Size that a directed edge carries in one unit of time; its messages follow one another.
     pub bandwidth: f64,
-    /// Whether a rank computes while its messages are under way. If not, a rank that sends waits until the message has
-    /// arrived.
+    /// Whether a rank computes while its messages are under way. If not, a rank that sends or receives waits until the
+    /// message has arrived; a receive takes it when it is posted, so a lowered program must run where every message
+    /// blocks (unless it is declared for buffers, into which a send needs no partner).
     pub overlap: bool,
     /// What a composite that waits for all its inputs takes, as a part of the sum of its parts: below 1 where the parts
     /// fill each other's gaps.
@@ -58,6 +62,7 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn set(&mut self, flow: &Flow, costs: &Costs, network: &Network) -> Result<()> {
         check(flow, costs, network)?;
+        check_edges(flow, network)?;
         let fill = |to: &mut Vec<f64>, from: &[f64]| {
             to.clear();
             to.extend_from_slice(from);
@@ -134,6 +139,25 @@ pub(super) fn check(flow: &Flow, costs: &Costs, network: &Network) -> Result<()>
         return Err(PlanError::BadCost { what, expected: "a number above 0, or infinity".to_owned() });
     }
     Ok(())
+}
+
+/// A latency is for an edge over which messages pass.
+fn check_edges(flow: &Flow, network: &Network) -> Result<()> {
+    if network.latency.is_empty() {
+        return Ok(());
+    }
+    let neighbours = flow.rank.iter().zip(&flow.next).filter(|(_, next)| **next != NO_STAGE);
+    let pairs = neighbours.map(|(&rank, &next)| (rank, flow.rank[next as usize])).filter(|(rank, next)| rank != next);
+    let edges: BTreeSet<(u32, u32)> = pairs.flat_map(|(rank, next)| [(rank, next), (next, rank)]).collect();
+    let Some((from, to)) = network.latency.keys().find(|edge| !edges.contains(*edge)) else { return Ok(()) };
+    let known: Vec<String> = edges.iter().take(TOLD).map(|(from, to)| format!("{from}->{to}")).collect();
+    let more = if edges.len() > TOLD { ", ..." } else { "" };
+    let expected = if known.is_empty() {
+        "no edge: all stages are on one rank".to_owned()
+    } else {
+        format!("an edge over which messages pass: {}{more}", known.join(", "))
+    };
+    Err(PlanError::BadCost { what: format!("latency of edge {from}->{to}"), expected })
 }
 
 fn is_cost(value: f64) -> bool {

@@ -3,8 +3,9 @@
 use super::memory::Ledger;
 use super::prepare::{Link, Network, Prepared};
 use super::{Interval, MemoryPoint, Simulation, composite_end, idle_part};
-use crate::error::Result;
+use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
+use crate::schedule::check;
 use crate::schedule::costs::Costs;
 use crate::schedule::flow::{Flow, NO_STAGE};
 use crate::schedule::program::{CommModel, Gating, Header, Schedule};
@@ -120,6 +121,7 @@ impl Simulator {
         for (rank, program) in programs.iter().enumerate() {
             self.ledger.walk(rank, program, |_, during, behind| peak = peak.max(during).max(behind));
         }
+        check_sum("times", self.makespan()).and_then(|()| check_sum("sizes", peak))?;
         Ok(Some(Summary { makespan: self.makespan(), span: self.span(), peak }))
     }
 
@@ -133,8 +135,12 @@ impl Simulator {
         let nowhere = Interval { start: 0.0, end: 0.0 };
         let mut intervals: Vec<_> = programs.iter().map(|program| vec![nowhere; program.len()]).collect();
         if !self.run(programs, &mut intervals) {
-            return Err(crate::schedule::check::why_stuck(schedule, &self.positions()));
+            return Err(check::why_stuck(schedule, network.overlap, &self.positions()));
         }
+        if self.rendezvous && network.overlap {
+            check::run(schedule, schedule.header().comm.into())?;
+        }
+        check_sum("times", self.makespan())?;
         self.ledger.set(schedule.header(), &self.flow, programs, costs);
         let mut peak = vec![0.0_f64; programs.len()];
         let mut memory = Vec::with_capacity(programs.len());
@@ -147,6 +153,7 @@ impl Simulator {
             });
             memory.push(curve.0);
         }
+        peak.iter().try_for_each(|&peak| check_sum("sizes", peak))?;
         let (makespan, span) = (self.makespan(), self.span());
         let busy: Vec<f64> = self.ranks.iter().map(|rank| rank.busy).collect();
         let (bubble_span, bubble_makespan) = (idle_part(&busy, span), idle_part(&busy, makespan));
@@ -220,9 +227,11 @@ impl Simulator {
         }
         let Some(cost) = self.cost(action) else {
             let at = self.ranks[rank].clock;
-            record.action(rank, index, at, at);
-            return if is_communication(action.kind) { self.step_message(rank, action) } else { Ok(()) }
-                .map(|()| index + 1);
+            if is_communication(action.kind) {
+                self.step_message(rank, action)?;
+            }
+            record.action(rank, index, at, self.ranks[rank].clock);
+            return Ok(index + 1);
         };
         let start = self.ranks[rank].clock.max(self.ready(rank, action)?);
         let end = start + cost;
@@ -354,9 +363,10 @@ impl Simulator {
             return;
         }
         let arrival = self.deliver(link, end);
-        self.arrive(message, self.flow.rank[to as usize], arrival);
+        self.arrival[message] = arrival;
+        self.wake(message, self.flow.rank[to as usize]);
         if !self.costs.overlap {
-            self.ranks[rank].clock = arrival;
+            self.ranks[rank].clock = self.ranks[rank].clock.max(arrival);
         }
     }
 
@@ -372,20 +382,55 @@ impl Simulator {
     }
 
     #[inline]
-    fn arrive(&mut self, message: usize, to_rank: u32, time: f64) {
-        self.arrival[message] = time;
-        if self.ranks[to_rank as usize].waits_for == message {
-            self.ranks[to_rank as usize].waits_for = NOTHING;
-            self.runnable.push(to_rank);
+    fn wake(&mut self, message: usize, rank: u32) {
+        if self.ranks[rank as usize].waits_for == message {
+            self.ranks[rank as usize].waits_for = NOTHING;
+            self.runnable.push(rank);
         }
     }
 
-    /// Posts a send or a receive.
+    /// Posts a send or a receive; without overlap, waits for its message.
     fn step_message(&mut self, rank: usize, action: &Action) -> std::result::Result<(), Stop> {
+        let Envelope { message, link, producer, consumer } = self.envelope(rank, action).ok_or(Stop::Fault)?;
+        let is_send = matches!(action.kind, ActionKind::SendForward | ActionKind::SendBackward);
+        if is_send {
+            let mark = if action.kind == ActionKind::SendForward { FORWARD_DONE } else { INPUT_GRAD_DONE };
+            if self.done[self.flow.cell(producer, action.microbatch)] & mark == 0 {
+                return Err(Stop::Fault);
+            }
+        }
+        let now = self.ranks[rank].clock;
+        if is_send {
+            self.sent[message] = now;
+        } else {
+            self.posted[message] = now;
+        }
+        let (sent, posted) = (self.sent[message], self.posted[message]);
+        if sent != NEVER && (posted != NEVER || !self.rendezvous) && self.arrival[message] == NEVER {
+            let from = if self.rendezvous { sent.max(posted) } else { sent };
+            self.arrival[message] = self.deliver(link, from);
+            for stage in [producer, consumer] {
+                self.wake(message, self.flow.rank[stage as usize]);
+            }
+        }
+        if self.costs.overlap {
+            return Ok(());
+        }
+        match self.arrival[message] {
+            NEVER => Err(Stop::Message(message)),
+            arrival => {
+                self.ranks[rank].clock = now.max(arrival);
+                Ok(())
+            }
+        }
+    }
+
+    /// Which message a send or a receive of a rank is about; `None` if it is about none.
+    fn envelope(&self, rank: usize, action: &Action) -> Option<Envelope> {
         let flow = &self.flow;
         let stage = action.stage as usize;
         if stage >= flow.num_stages || action.microbatch >= flow.num_units || flow.rank[stage] as usize != rank {
-            return Err(Stop::Fault);
+            return None;
         }
         let (producer, consumer) = match action.kind {
             ActionKind::SendForward => (action.stage, flow.next[stage]),
@@ -394,35 +439,21 @@ impl Simulator {
             _ => (flow.next[stage], action.stage),
         };
         if producer == NO_STAGE || consumer == NO_STAGE {
-            return Err(Stop::Fault);
+            return None;
         }
         let is_forward = matches!(action.kind, ActionKind::SendForward | ActionKind::RecvForward);
-        let is_send = matches!(action.kind, ActionKind::SendForward | ActionKind::SendBackward);
-        let links = if is_forward { &self.costs.onward } else { &self.costs.back };
-        let link = links[producer as usize];
-        let message = if is_forward { 0 } else { flow.num_cells() } + flow.cell(consumer, action.microbatch);
-        let mark = if is_forward { FORWARD_DONE } else { INPUT_GRAD_DONE };
-        if is_send && self.done[flow.cell(producer, action.microbatch)] & mark == 0 {
-            return Err(Stop::Fault);
-        }
-        let to_rank = flow.rank[consumer as usize];
-        let now = self.ranks[rank].clock;
-        if is_send {
-            self.sent[message] = now;
-            if !self.costs.overlap {
-                self.ranks[rank].clock = now + link.transfer + link.latency;
-            }
-        } else {
-            self.posted[message] = now;
-        }
-        let (sent, posted) = (self.sent[message], self.posted[message]);
-        if sent != NEVER && (posted != NEVER || !self.rendezvous) && self.arrival[message] == NEVER {
-            let from = if self.rendezvous { sent.max(posted) } else { sent };
-            let arrival = self.deliver(link, from);
-            self.arrive(message, to_rank, arrival);
-        }
-        Ok(())
+        let (links, side) = if is_forward { (&self.costs.onward, 0) } else { (&self.costs.back, flow.num_cells()) };
+        let message = side + flow.cell(consumer, action.microbatch);
+        Some(Envelope { message, link: links[producer as usize], producer, consumer })
     }
+}
+
+/// What a send or a receive is about.
+struct Envelope {
+    message: usize,
+    link: Link,
+    producer: u32,
+    consumer: u32,
 }
 
 /// What a computation marks as done.
@@ -440,6 +471,15 @@ fn is_communication(kind: ActionKind) -> bool {
         kind,
         ActionKind::SendForward | ActionKind::RecvForward | ActionKind::SendBackward | ActionKind::RecvBackward
     )
+}
+
+/// Sums of finite numbers may be beyond what a double can hold.
+fn check_sum(what: &str, sum: f64) -> Result<()> {
+    if sum.is_finite() {
+        return Ok(());
+    }
+    let what = format!("{what}: their sum is beyond what a double can hold");
+    Err(PlanError::BadCost { what, expected: "numbers in a larger unit".to_owned() })
 }
 
 fn refill<T: Clone>(list: &mut Vec<T>, len: usize, value: T) {

@@ -16,7 +16,7 @@
 //! overlap and add up; else the larger one counts. How much work fits under a cap is bounded by the fractional knapsack.
 //!
 //! **Turnover of memory.** A micro-batch occupies its activations on a rank at least for its way to the last stage and
-//! back, and its stash at least while the weight gradient runs. All micro-batches together occupy so much memory times
+//! back, and, with a split backward, its stash at least while the weight gradient runs. All micro-batches together occupy so much memory times
 //! time, and the rank has its cap times the span.
 
 use std::ops::Range;
@@ -82,7 +82,7 @@ impl<'a> Bound<'a> {
     /// Time of what must be done of a stage's backward before the stage below can go on.
     fn grad(&self, stage: usize) -> f64 {
         let [_, split, _, fused] = &self.problem.time;
-        if self.problem.fused { fused[stage] } else { split[stage].min(fused[stage]) }
+        split[stage].min(fused[stage])
     }
 
     /// From the end of a stage's forward to the start of its backward.
@@ -124,7 +124,7 @@ impl<'a> Bound<'a> {
             let (activation, stash) = (problem.activation[stage], problem.stash[stage]);
             let split = activation * (way + problem.time[1][stage]) + stash * problem.time[2][stage];
             let fused = activation * (way + problem.time[3][stage]);
-            if problem.fused { fused } else { split.min(fused) }
+            split.min(fused)
         };
         self.num_microbatches * problem.stages_of[rank].iter().map(occupied).sum::<f64>() / cap
     }
@@ -150,13 +150,13 @@ impl<'a> Bound<'a> {
     /// A whole backward of an activation held, or the weight gradient of a stash held.
     fn backwards(&self, stage: usize) -> [Item; 2] {
         let [_, grad, weight, fused] = self.problem.time.each_ref().map(|times| times[stage]);
-        let whole = if self.problem.fused { fused } else { fused.max(grad + weight) };
+        let whole = fused.max(grad + weight);
         let [stashed, _] = self.weight_grads(stage);
         [Item { time: whole, memory: self.problem.activation[stage] }, stashed]
     }
 
     fn weight_grads(&self, stage: usize) -> [Item; 2] {
-        let time = if self.problem.fused { 0.0 } else { self.problem.time_of(OpKind::WeightGrad, stage) };
+        let time = self.problem.time_of(OpKind::WeightGrad, stage);
         [Item { time, memory: self.problem.stash[stage] }, Item { time: 0.0, memory: 0.0 }]
     }
 

@@ -11,7 +11,7 @@ use crate::error::Result;
 /// any cap that one micro-batch fits under.
 pub(super) fn named(request: &Request, problem: &Problem) -> Result<Vec<(Order, &'static str)>> {
     let num_ranks = request.placement.num_ranks();
-    let mut orders = vec![(problem.one_by_one(), "one-by-one")];
+    let mut orders = vec![(problem.cautious(problem.must_fuse()).one_by_one(), "one-by-one")];
     for &name in ScheduleName::ALL {
         let num_chunks = match name.num_chunks() {
             ChunkCount::Any => Some(request.placement.num_chunks()),

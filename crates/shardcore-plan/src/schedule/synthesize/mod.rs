@@ -13,7 +13,9 @@ mod bound;
 mod candidates;
 
 use super::costs::{CostSpec, Costs};
-use super::list::{Goal, Improver, Objective, Op, OpKind, Order, PatternSearch, Problem, Rule, Timing, Workspace};
+use super::list::{
+    Goal, Improver, Objective, Op, OpKind, Order, Pattern, PatternSearch, Problem, Rule, Timing, Workspace,
+};
 use super::placement::Placement;
 use super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -25,8 +27,9 @@ pub struct Request {
     pub placement: Placement,
     /// Micro-batches of one step.
     pub num_microbatches: u32,
-    /// Times, latency and sizes. `fused_backward` says what an input and a weight gradient take in one piece; the
-    /// schedule then fuses those for which it pays. `None`: there is nothing to gain by it.
+    /// Times, latency and sizes. `fused_backward` says what an input and a weight gradient take in one piece; `None`: as
+    /// much as one after the other. The schedule fuses those for which it pays, in time or in memory: one piece needs no
+    /// stash.
     pub costs: CostSpec,
     /// The most that each rank may hold, in the unit of the sizes; `None` for no limit.
     pub memory_cap: Option<Vec<f64>>,
@@ -112,12 +115,31 @@ fn problem_of(request: &Request) -> Result<Problem> {
         return Err(PlanError::BadCost { what, expected });
     }
     let problem = Problem::new(placement, &Costs::new(costs, placement, 1)?, *num_microbatches, caps.clone())?;
+    check_sums(&problem)?;
     for (rank, cap) in caps.into_iter().enumerate() {
         if problem.least_memory(rank) > problem.cap[rank] {
             return Err(cap_too_small(&problem, rank, cap));
         }
     }
     Ok(problem)
+}
+
+/// Refuses costs of which no double holds the sum, so that every time and size of every order is a finite number.
+fn check_sums(problem: &Problem) -> Result<()> {
+    #[expect(clippy::cast_precision_loss, reason = "at most 2^24 micro-batches")]
+    let num_microbatches = problem.num_microbatches as f64;
+    let of_stage =
+        |stage: usize| problem.time.iter().map(|times| times[stage]).sum::<f64>() + 2.0 * problem.hop_before[stage];
+    let time: f64 = (0..problem.num_stages()).map(of_stage).sum();
+    let memory: f64 = problem.activation.iter().chain(&problem.stash).sum();
+    for (what, sum) in [("times", time), ("sizes", memory)] {
+        // A little less than the largest double, because sums in another order round in another way.
+        if !(4.0 * sum * num_microbatches).is_finite() {
+            let what = format!("{what}: their sum is beyond what a double can hold");
+            return Err(PlanError::BadCost { what, expected: "numbers in a larger unit".to_owned() });
+        }
+    }
+    Ok(())
 }
 
 fn cap_too_small(problem: &Problem, rank: usize, cap: f64) -> PlanError {
@@ -155,14 +177,8 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best
             offer(order, timing, found_by);
         }
     }
-    let pays =
-        (0..problem.num_stages()).any(|stage| problem.time[3][stage] < problem.time[1][stage] + problem.time[2][stage]);
-    let variants = if pays {
-        vec![problem.cautious(), problem.cautious().with_fused_backward()]
-    } else {
-        vec![problem.cautious()]
-    };
     let (patterns, rules) = (candidates::patterns(request, problem), Rule::all().collect::<Vec<Rule>>());
+    let variants = promising(problem, &patterns, goal, lower_bound);
     for variant in &variants {
         let mut lists = PatternSearch::new(variant, budget(problem, 0) / variants.len(), goal);
         lists.run(&patterns, &rules, lower_bound);
@@ -170,15 +186,55 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best
             offer(found.order, found.timing, "list-scheduling");
         }
     }
-    // One micro-batch after another fits: `problem_of` has checked it.
+    // One micro-batch after another fits, with backwards in one piece where need be: `problem_of` has checked it.
     let mut best = best.ok_or_else(|| cap_too_small(problem, 0, problem.cap[0]))?;
     if best.timing.value(request.objective) > lower_bound {
         improve(problem, goal, lower_bound, &mut best);
     }
-    if pays {
+    if (0..problem.num_stages()).any(|stage| problem.fusing_pays(stage)) {
         fuse(problem, goal, &mut space, &mut best);
     }
     Ok(best)
+}
+
+/// How many choices of stages to fuse the search goes into.
+const VARIANTS: usize = 2;
+
+/// The part of the budget that it takes to compare the choices.
+const COMPARED: usize = 24;
+
+/// The problem with the backwards of no more stages in one piece than the caps need; where fusing takes less time or
+/// memory, the best choices among that, all stages, and those from one end or the other of the chain: before the first
+/// stages nobody waits for an input gradient, and on the last ones least is held.
+fn promising(problem: &Problem, patterns: &[Pattern], goal: Goal, lower_bound: f64) -> Vec<Problem> {
+    let num_stages = problem.num_stages();
+    let must = problem.must_fuse();
+    let gains = |stage: usize| {
+        let tight = problem.cap[problem.rank_of[stage]].is_finite() && problem.stash[stage] > problem.activation[stage];
+        tight || problem.fusing_pays(stage)
+    };
+    if !(0..num_stages).any(gains) {
+        return vec![problem.cautious(must)];
+    }
+    let mut choices: Vec<Vec<bool>> = Vec::new();
+    let half = num_stages.div_ceil(2);
+    for range in [0..0, 0..num_stages, 0..1, 0..half, half..num_stages] {
+        let choice: Vec<bool> =
+            (0..num_stages).map(|stage| must[stage] || (range.contains(&stage) && gains(stage))).collect();
+        if !choices.contains(&choice) {
+            choices.push(choice);
+        }
+    }
+    let rules: Vec<Rule> = Rule::few().collect();
+    let score = |variant: &Problem| {
+        let mut lists = PatternSearch::new(variant, budget(problem, 0) / COMPARED, goal);
+        lists.run(patterns, &rules, lower_bound);
+        lists.best.map_or(f64::INFINITY, |best| best.score)
+    };
+    let variants = choices.into_iter().map(|choice| problem.cautious(choice));
+    let mut scored: Vec<(f64, Problem)> = variants.map(|variant| (score(&variant), variant)).collect();
+    scored.sort_by(|a, b| a.0.total_cmp(&b.0));
+    scored.into_iter().map(|(_, variant)| variant).take(VARIANTS).collect()
 }
 
 fn improve(problem: &Problem, goal: Goal, lower_bound: f64, best: &mut Best) {

@@ -1,0 +1,53 @@
+//! `shardcore.plan`: from one set of shards to another, and who writes what.
+
+#![allow(clippy::needless_pass_by_value, reason = "pyo3 hands lists over by value")]
+
+use pyo3::prelude::*;
+use shardcore_plan::reshard::moves;
+use shardcore_plan::share::{Piece, parts};
+
+use crate::gil;
+use crate::plan::PyShardLayout;
+
+/// The copies that fill the shards of ``new`` from those of ``old``, ordered by where they go.
+///
+/// Each is ``(src_rank, src_offset, dst_rank, dst_offset, numel)``, in elements. Every element of every parameter is
+/// copied once, and no padding. The layouts may differ in the number of shards, in the order of the parameters and in
+/// the dtype.
+///
+/// Raises ``PlanError`` if they do not hold the same parameters with the same numbers of elements.
+#[pyfunction]
+pub(crate) fn reshard(
+    py: Python<'_>,
+    old: &Bound<'_, PyShardLayout>,
+    new: &Bound<'_, PyShardLayout>,
+) -> PyResult<Vec<(u64, u64, u64, u64, u64)>> {
+    let (old, new) = (old.get().layout(), new.get().layout());
+    let found = gil::run(py, || moves(old, new))?;
+    Ok(found.into_iter().map(|m| (m.src_rank, m.src_offset, m.dst_rank, m.dst_offset, m.numel)).collect())
+}
+
+/// Divides the writing of tensors that several ranks hold: every element once, about as many bytes on every rank.
+///
+/// ``held[rank]`` are the pieces ``(tensor, start, stop)`` of a rank, ranges of flattened tensors; ``itemsizes`` are
+/// the bytes of an element of each tensor. Returns for each rank the parts ``(piece, start, stop)`` that it writes,
+/// ``piece`` being a place in its own list, in the order of that list.
+///
+/// Raises ``PlanError`` for pieces that end before they begin, or are of no tensor.
+#[pyfunction]
+pub(crate) fn share_writes(
+    py: Python<'_>,
+    held: Vec<Vec<(usize, u64, u64)>>,
+    itemsizes: Vec<u64>,
+) -> PyResult<Vec<Vec<(usize, u64, u64)>>> {
+    let written = gil::run(py, || {
+        let pieces = |rank: Vec<(usize, u64, u64)>| {
+            rank.into_iter().map(|(tensor, start, stop)| Piece { tensor, start, stop }).collect::<Vec<_>>()
+        };
+        parts(&held.into_iter().map(pieces).collect::<Vec<_>>(), &itemsizes)
+    })?;
+    let flat = |parts: Vec<shardcore_plan::share::Part>| {
+        parts.into_iter().map(|part| (part.piece, part.start, part.stop)).collect()
+    };
+    Ok(written.into_iter().map(flat).collect())
+}

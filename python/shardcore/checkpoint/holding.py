@@ -1,0 +1,235 @@
+"""What this rank holds of a training: pieces of tensors, in the order in which they can be read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore import _torch_private as private
+from shardcore import comm
+from shardcore.checkpoint.dtypes import dtype_of, name_of
+from shardcore.checkpoint.values import encode
+from shardcore.errors import ConfigError
+from shardcore.protocols import (
+    MASTER,
+    HeldPiece,
+    ShardedOptimizerMark,
+    ShardedRoot,
+    find_root,
+    find_slot,
+    find_tensor_axis,
+)
+
+WEIGHT, BUFFER, STATE = "weight", "buffer", "state/"
+"""Roles of tensors; a state's own name follows."""
+Key = tuple[str, str]
+"""(role, name) of a tensor: ``("state/exp_avg", "layers.0.weight")``."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """One tensor of the unsharded model or its optimizer."""
+
+    dtype: str
+    """As safetensors spells it."""
+    shape: list[int]
+
+
+@dataclass(slots=True)
+class Piece:
+    """Elements [start, stop) of a flattened tensor that are here."""
+
+    key: Key
+    start: int
+    stop: int
+    source: torch.Tensor | None = None
+    """[stop - start] any device; None where the optimizer shows it when its turn comes."""
+    may_change: bool = False
+    """A forward may change it: a buffer, or a parameter that sharding left out."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """All of it."""
+
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each parameter: its other names, its dtype in the model, whether it is trained."""
+    buffers: dict[str, list[str]] = field(default_factory=dict)
+    """The other names of each buffer."""
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each parameter, the encoded values of its optimizer state that are one for all elements."""
+    rests_on_disk: bool = False
+    """Master weights and states come from a disk."""
+
+    def itemsize(self, piece: int) -> int:
+        """Bytes of an element of a piece."""
+        return dtype_of(self.tensors[self.pieces[piece].key].dtype).itemsize
+
+    def add(self, key: Key, whole: tuple[torch.dtype, list[int]], piece: Piece) -> None:
+        """Hold a piece of a tensor with this dtype and shape."""
+        dtype, shape = whole
+        self.tensors[key] = Tensor(name_of(dtype, f"{key[0]} {key[1]!r}"), shape)
+        if piece.stop > piece.start:
+            self.pieces.append(piece)
+
+
+def root_of(model: nn.Module, what: str) -> ShardedRoot:
+    """What ``shardcore.shard`` left on the model.
+
+    Raises:
+        ConfigError: it is not sharded, or split over a tensor-parallel axis.
+    """
+    root = find_root(model)
+    if root is None:
+        raise ConfigError(f"{what}: {type(model).__name__} is not sharded; call shardcore.shard(model, ...) first")
+    if find_tensor_axis(model.parameters()) is not None:
+        raise ConfigError(
+            f"{what}: {type(model).__name__} is tensor-parallel, and checkpoints of such models are not available yet; "
+            "shardcore.state_dict(model) gives the whole weights"
+        )
+    return root  # type: ignore[no-any-return]
+
+
+def buffer_prints(model: nn.Module, root: ShardedRoot) -> list[list[int]]:
+    """Every data-parallel rank's checksums of its buffers. Collective over the data-parallel axis."""
+    mine = [comm.fingerprint(buffer) for buffer, _ in persistent_buffers(model).values()]
+    return comm.exchange(mine, root.data_axis, "values of buffers")
+
+
+def hold(
+    model: nn.Module,
+    root: ShardedRoot,
+    optimizer: ShardedOptimizerMark | None,
+    prints: list[list[int]],
+    with_frozen: bool = True,
+) -> Holding:
+    """Everything of the model, and of the optimizer if there is one. Not collective.
+
+    Args:
+        prints: what :func:`buffer_prints` gave.
+    """
+    holding = Holding()
+    keeper = optimizer if optimizer is not None else keeper_of_masters(root)
+    pieces = keeper.held_pieces() if keeper is not None else []
+    _hold_weights(holding, root, keeper)
+    _hold_others(holding, model, root, prints)
+    if not with_frozen:
+        frozen = {(WEIGHT, name) for name, info in holding.weights.items() if not info["trainable"]}
+        holding.pieces = [piece for piece in holding.pieces if piece.key not in frozen]
+        holding.tensors = {key: tensor for key, tensor in holding.tensors.items() if key not in frozen}
+    for piece in pieces:
+        _hold_states(holding, piece, with_states=optimizer is not None)
+    return holding
+
+
+def keeper_of_masters(root: ShardedRoot) -> ShardedOptimizerMark | None:
+    """The optimizer with which the master weights rest on a disk, if they do."""
+    for group in root.groups:
+        if group.trainable and group.master.numel() != group.own.numel():
+            return next(iter(root.live_optimizers()), None)
+    return None
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, tuple[torch.Tensor, list[str]]]:
+    """The buffers in ``state_dict`` by their first name, with the others."""
+    found: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        transient = private.non_persistent_buffers(module)
+        for short, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if short in transient:
+                continue
+            name = f"{prefix}.{short}" if prefix else short
+            found.setdefault(id(buffer), (name, buffer, []))[2].append(name)
+    return {name: (buffer, [n for n in names if n != name]) for name, buffer, names in found.values()}
+
+
+def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that every rank has whole, because sharding left them out."""
+    return ((name, param) for name, param in model.named_parameters() if find_slot(param) is None)
+
+
+def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerMark | None) -> None:
+    for group in root.groups:
+        has_masters = group.master.numel() == group.own.numel()
+        for slot in group.slots:
+            holding.weights[slot.name] = _weight_info(
+                slot.name, slot.aliases, slot.param.dtype, trainable=group.trainable
+            )
+            start, stop, offset = group.local_range(slot)
+            key, shape = (WEIGHT, slot.name), list(slot.param.shape)
+            if has_masters or keeper is None or not keeper.holds(slot.param):
+                shard = group.master if has_masters else group.own
+                holding.add(key, (shard.dtype, shape), Piece(key, start, stop, shard[offset : offset + stop - start]))
+            else:
+                holding.rests_on_disk = True
+                holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), shape)
+
+
+def _hold_others(holding: Holding, model: nn.Module, root: ShardedRoot, prints: list[list[int]]) -> None:
+    for name, param in unsharded_parameters(model):
+        holding.weights[name] = _weight_info(name, (), param.dtype, trainable=param.requires_grad)
+        _hold_whole(holding, (WEIGHT, name), param.detach())
+    axis = root.data_axis
+    for i, (name, (buffer, aliases)) in enumerate(persistent_buffers(model).items()):
+        holding.buffers[name] = aliases
+        if axis.rank == 0 or prints[axis.rank][i] == prints[0][i]:
+            _hold_whole(holding, (BUFFER, name), buffer)
+        else:  # such as running statistics: this rank's own go with it
+            _hold_whole(holding, (role_of_rank(axis.ranks[axis.rank]), f"{BUFFER} {name}"), buffer)
+
+
+def role_of_rank(rank: int) -> str:
+    """The role of what one rank alone has."""
+    return f"rank/{rank}"
+
+
+def _hold_whole(holding: Holding, key: Key, tensor: torch.Tensor) -> None:
+    flat = tensor.contiguous().view(-1)
+    holding.add(key, (tensor.dtype, list(tensor.shape)), Piece(key, 0, flat.numel(), flat, may_change=True))
+
+
+def _hold_states(holding: Holding, piece: HeldPiece, *, with_states: bool) -> None:
+    name, shape = piece.slot.name, list(piece.slot.param.shape)
+    for state, dtype in piece.states.items():
+        if with_states or state == MASTER:
+            key = key_of_state(state, name)
+            holding.add(key, (dtype, shape), Piece(key, piece.start, piece.stop))
+    values = {key: value for key, value in piece.values.items() if value is not None}
+    if with_states and (values or set(piece.states) - {MASTER}):
+        holding.values[name] = {key: encode(value, f"state {key} of {name}") for key, value in values.items()}
+
+
+def key_of_state(state: str, name: str) -> Key:
+    """Under which role a state of a parameter is kept; master weights are the weights."""
+    return (WEIGHT, name) if state == MASTER else (STATE + state, name)
+
+
+def _weight_info(name: str, names: tuple[str, ...], dtype: torch.dtype, *, trainable: bool) -> dict[str, Any]:
+    aliases = [other for other in names if other != name]
+    return {"aliases": aliases, "dtype": str(dtype).removeprefix("torch."), "trainable": trainable}
+
+
+def read_in_order(
+    holding: Holding, optimizer: ShardedOptimizerMark | None, act: Callable[[int, torch.Tensor], None]
+) -> None:
+    """Call ``act(number of the piece, its values)`` for every piece, in their order."""
+    num_here = sum(piece.source is not None for piece in holding.pieces)
+    for number, piece in enumerate(holding.pieces[:num_here]):
+        if piece.source is not None:
+            act(number, piece.source)
+    upcoming = deque(range(num_here, len(holding.pieces)))
+
+    def show(held: HeldPiece, states: dict[str, torch.Tensor]) -> None:
+        for state, value in states.items():
+            if upcoming and holding.pieces[upcoming[0]].key == key_of_state(state, held.slot.name):
+                act(upcoming.popleft(), value)
+
+    if upcoming and optimizer is not None:
+        optimizer.read_pieces(show)
