@@ -164,7 +164,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "check": (
         SCHEDULE.check,
-        {"comm": "directed", "memory_cap": 2.0, "activation": 1.0, "stash": None, "capacity": 1},
+        {"comm": "directed", "memory_cap": 2.0, "activation": 1.0, "stash": None, "capacity": None},
     ),
     "forms of a simulation": (
         draw,
