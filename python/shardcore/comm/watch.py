@@ -108,14 +108,10 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     """Note that this rank enters a collective now. One that has steps left starts them first, so that the order of
     all steps is that of the program, whoever waits for what.
     """
-    b = board()
-    if b.pid != os.getpid():
-        raise StateError(
-            f"{operation} of {unit} in a forked process: exchanges between ranks belong to the process that started "
-            "them. Use a sharded model in its rank's own process (a DataLoader's workers must not touch it)"
-        )
-    start_unfinished()
     label = label_of(operation, unit, numel)
+    b = board()
+    refuse_fork(label)
+    start_unfinished()
     if b.on_entry is not None and operation != "link":  # ranks connect in the middle of another collective
         b.on_entry(axis, label)
     if b.failure is not None:
@@ -129,6 +125,15 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     history.append((sequence, label))
     b.digest = zlib.crc32(label.encode(), b.digest)
     return Entry(axis, sequence, label, on_cuda)
+
+
+def refuse_fork(label: str) -> None:
+    """Raise :class:`StateError` in a process that was forked from a rank, which has none of the rank's connections."""
+    if board().pid != os.getpid():
+        raise StateError(
+            f"'{label}' in a forked process: exchanges between ranks belong to the process that started them. Use a "
+            "sharded model in its rank's own process (a DataLoader's workers must not touch it)"
+        )
 
 
 def start_unfinished() -> None:
