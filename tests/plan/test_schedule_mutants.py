@@ -34,7 +34,6 @@ def lowering(schedule: plan.PipelineSchedule, source: random.Random) -> dict[str
         "reduce": source.choice(["once", "per-microbatch"]) if zero_stage in (2, 3) else "once",
         "optimizer": source.choice(["absent", "barrier", "post-validation"]),
         "tied": source.choice([[], first[:1] + second, first[:1] + second]),
-        "receives_ahead": source.choice([2, 3]),
         "max_unsharded": source.choice([1, 2, 3]),
     }
 

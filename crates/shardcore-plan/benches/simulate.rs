@@ -1,15 +1,15 @@
 //! Simulation and checks of interleaved 1F1B on 64 ranks with 1,024 micro-batches and 2 chunks a rank, and how they
-//! grow; a small schedule as a search evaluates it thousands of times.
+//! grow up to 1,024 ranks and 4,096 micro-batches; a small schedule as a search evaluates it thousands of times.
 
 use std::hint::black_box;
 
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, Criterion, criterion_group, criterion_main};
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use shardcore_plan::Result;
 use shardcore_plan::schedule::check::{self, Delivery};
 use shardcore_plan::schedule::generate::{self, ScheduleName};
 use shardcore_plan::schedule::simulate::{Network, Simulator, simulate};
-use shardcore_plan::schedule::{CostSpec, Costs, Lowering, Schedule};
+use shardcore_plan::schedule::{CostSpec, Costs, Lowering, OptimizerStep, Schedule};
 
 const DELIVERIES: [Delivery; 7] = [
     Delivery::Buffered,
@@ -50,6 +50,7 @@ fn large(criterion: &mut Criterion) -> Result<()> {
         });
         if ranks < 1024 {
             communication(&mut group, &schedule.lower(&Lowering::default())?, &costs);
+            sharding(&mut group, &schedule)?;
         }
         group.finish();
     }
@@ -65,6 +66,36 @@ fn communication(group: &mut BenchmarkGroup<'_, WallTime>, lowered: &Schedule, c
     }
 }
 
+/// With every kind of action: gathers, reductions, sums over shared weights, optimizer steps.
+fn sharding(group: &mut BenchmarkGroup<'_, WallTime>, schedule: &Schedule) -> Result<()> {
+    let tied = vec![vec![0, schedule.num_stages() - 1]];
+    let optimizer = OptimizerStep::Barrier;
+    let lowered = schedule.lower(&Lowering { zero_stage: Some(3), optimizer, tied, ..Lowering::default() })?;
+    group.bench_function("check Blocking, ZeRO-3 and a step", |bencher| {
+        bencher.iter(|| check::communication(black_box(&lowered), Delivery::Blocking));
+    });
+    Ok(())
+}
+
+/// Simulation and the strictest check for each forward: the same time each means linear growth.
+fn growth(criterion: &mut Criterion) -> Result<()> {
+    let mut group = criterion.benchmark_group("growth, interleaved v=2");
+    group.sample_size(10);
+    for (ranks, microbatches) in [(16, 256), (64, 1024), (256, 2048), (1024, 4096)] {
+        let (schedule, costs) = interleaved(ranks, microbatches)?;
+        group.throughput(Throughput::Elements(2 * u64::from(ranks) * u64::from(microbatches)));
+        let id = |what: &str| BenchmarkId::new(what, format!("p={ranks} m={microbatches}"));
+        group.bench_function(id("simulate"), |bencher| bencher.iter(|| simulate(black_box(&schedule), &costs)));
+        let lowered = schedule.lower(&Lowering::default())?;
+        drop(schedule);
+        group.bench_function(id("check Blocking"), |bencher| {
+            bencher.iter(|| check::communication(black_box(&lowered), Delivery::Blocking));
+        });
+    }
+    group.finish();
+    Ok(())
+}
+
 fn small(criterion: &mut Criterion) -> Result<()> {
     let (schedule, costs) = interleaved(8, 32)?;
     let network = Network::default();
@@ -77,7 +108,7 @@ fn small(criterion: &mut Criterion) -> Result<()> {
 
 fn bench(criterion: &mut Criterion) {
     #[expect(clippy::expect_used, reason = "a benchmark of a plan that cannot be made has no meaning")]
-    large(criterion).and_then(|()| small(criterion)).expect("the schedules are valid");
+    large(criterion).and_then(|()| growth(criterion)).and_then(|()| small(criterion)).expect("the schedules are valid");
 }
 
 criterion_group!(benches, bench);

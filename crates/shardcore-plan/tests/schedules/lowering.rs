@@ -145,9 +145,6 @@ fn check_slots(program: &[Action], forward_only: bool) -> Result<usize, String> 
 
 /// Parameters are whole where they are used, no more stages at once than allowed, and none at the end.
 fn check_gathers(program: &[Action], max_unsharded: usize) -> Result<(), String> {
-    let composites = program.chunk_by(|action, _| action.with_next);
-    let distinct = |composite: &[Action]| composite.iter().map(|action| action.stage).collect::<BTreeSet<u32>>().len();
-    let allowed = composites.map(distinct).fold(max_unsharded, usize::max);
     let mut whole = BTreeSet::new();
     for (position, &Action { kind, stage, .. }) in program.iter().enumerate() {
         let fine = match kind {
@@ -155,7 +152,7 @@ fn check_gathers(program: &[Action], max_unsharded: usize) -> Result<(), String>
             Reshard => whole.remove(&stage),
             kind => !kind.is_compute() || whole.contains(&stage),
         };
-        if !fine || whole.len() > allowed {
+        if !fine || whole.len() > max_unsharded {
             return Err(format!("position {position} of {program:?}: {whole:?}"));
         }
     }
@@ -225,13 +222,25 @@ fn most_ahead(program: &[Action]) -> usize {
     most
 }
 
+/// The most stages of one composite, which are gathered together at `ZeRO` stage 3.
+fn widest(compute: &Schedule, lowering: &Lowering) -> u32 {
+    let composites = compute.programs().iter().flat_map(|program| program.chunk_by(|action, _| action.with_next));
+    let distinct = |composite: &[Action]| composite.iter().map(|action| action.stage).collect::<BTreeSet<u32>>().len();
+    let widest = composites.map(distinct).max().filter(|_| lowering.zero_stage == Some(3)).unwrap_or(1);
+    u32::try_from(widest).unwrap()
+}
+
 /// All laws of one lowered schedule.
 fn check_lowered(compute: &Schedule, lowering: &Lowering) -> Result<(), TestCaseError> {
     let lowered = timed::lowered(compute, &fitted(lowering, compute.placement()));
     let receives_ahead = lowered.lowering().unwrap().receives_ahead as usize;
+    let max_unsharded = lowered.lowering().unwrap().max_unsharded;
+    prop_assert_eq!(max_unsharded, lowering.max_unsharded.max(widest(compute, lowering)));
     prop_assert_eq!(lowered.header().comm, CommModel::Blocking);
     run_blocking(&lowered).map_err(TestCaseError::fail)?;
-    check::check(&lowered).map_err(|fault| TestCaseError::fail(fault.to_string()))?;
+    let passes = |schedule: &Schedule| check::check(schedule).map_err(|fault| TestCaseError::fail(fault.to_string()));
+    passes(&lowered)?;
+    passes(&lowered.clone().with_inferred_lowering())?;
     for (rank, program) in (0..).zip(lowered.programs()) {
         let apart = compute.header().gating == Gating::Own;
         let plain = |action: &Action| Action { with_next: action.with_next && !apart, ..action.in_slot(0) };
@@ -243,7 +252,7 @@ fn check_lowered(compute: &Schedule, lowering: &Lowering) -> Result<(), TestCase
         let forward_only = compute.is_forward_only();
         check_slots(program, forward_only).map_err(TestCaseError::fail)?;
         if lowering.zero_stage == Some(3) {
-            check_gathers(program, lowering.max_unsharded as usize).map_err(TestCaseError::fail)?;
+            check_gathers(program, max_unsharded as usize).map_err(TestCaseError::fail)?;
         }
         if !forward_only {
             check_gradients(&lowered, rank).map_err(TestCaseError::fail)?;

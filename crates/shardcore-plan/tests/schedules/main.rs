@@ -10,6 +10,7 @@ mod given;
 mod lowering;
 mod mutants;
 mod mutants_lowered;
+mod mutants_sharding;
 mod mutation;
 mod named;
 mod published;

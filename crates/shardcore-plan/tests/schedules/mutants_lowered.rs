@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use shardcore_plan::PlanError;
 use shardcore_plan::schedule::check::{self, Delivery, FaultKind};
-use shardcore_plan::schedule::{Action, ActionKind, Lowering, OptimizerStep, ReduceTiming, Schedule};
+use shardcore_plan::schedule::generate::evaluation::evaluation;
+use shardcore_plan::schedule::{Action, ActionKind, Lowering, Schedule};
 
 use crate::mutation::{Dice, Programs, find, kill, shift};
 use crate::timed::{any_flat, lowered};
@@ -11,16 +12,6 @@ use crate::timed::{any_flat, lowered};
 fn any_lowered() -> impl Strategy<Value = Schedule> {
     (any_flat(), 1_u32..=3)
         .prop_map(|(schedule, receives_ahead)| lowered(&schedule, &Lowering { receives_ahead, ..Lowering::default() }))
-}
-
-/// Lowered for `ZeRO`-3 with an optimizer step.
-fn any_sharded() -> impl Strategy<Value = Schedule> {
-    let optimizer = prop::sample::select(vec![OptimizerStep::Barrier, OptimizerStep::PostValidation]);
-    let reduce = prop::sample::select(ReduceTiming::ALL);
-    (any_flat(), optimizer, reduce).prop_map(|(schedule, optimizer, reduce)| {
-        let lowering = Lowering { zero_stage: Some(3), optimizer, reduce, ..Lowering::default() };
-        lowered(&schedule, &lowering)
-    })
 }
 
 fn is_message(action: Action) -> bool {
@@ -103,29 +94,48 @@ fn wrong_slot(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<
     Some(())
 }
 
-fn is_sharding(action: Action) -> bool {
-    !action.kind.has_microbatch() && action.kind != ActionKind::TiedReduce
-}
-
-fn drop_sharding(_: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
-    let (rank, at) = dice.place(programs, |_, _, action| is_sharding(action))?;
-    programs[rank].remove(at);
+/// An evaluation posts a receive of a gradient, which nobody sends.
+fn dangling_receive(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let gradient = |action: Action| Action::new(ActionKind::RecvBackward, action.stage, action.microbatch);
+    let crosses = |rank: usize, action: Action| {
+        let from = peer(schedule, gradient(action));
+        action.kind == ActionKind::Forward && from.is_some_and(|from| from as usize != rank)
+    };
+    let (rank, at) = dice.place(programs, |rank, _, action| crosses(rank, action))?;
+    let to = dice.below(programs[rank].len() + 1);
+    let receive = gradient(programs[rank][at]);
+    programs[rank].insert(to, receive);
     Some(())
 }
 
-/// A reduction or an optimizer step before the last weight gradient of its stage.
-fn early_sharding(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
-    let once = schedule.lowering()?.reduce == ReduceTiming::Once;
-    let (rank, at) = dice.place(programs, |_, _, action| {
-        action.kind == ActionKind::Optimizer || (once && action.kind == ActionKind::Reduce)
-    })?;
-    let stage = programs[rank][at].stage;
-    let makes =
-        |action: &Action| action.stage == stage && matches!(action.kind, ActionKind::Backward | ActionKind::WeightGrad);
-    let last = programs[rank].iter().rposition(makes)?;
-    let to = dice.below(last + 1);
+/// A receive is posted while as many as may be are not used yet.
+fn receive_too_far_ahead(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
+    let most = schedule.lowering()?.receives_ahead;
+    let mut places = Vec::new();
+    for (rank, program) in programs.iter().enumerate() {
+        for (at, receive) in program.iter().enumerate().filter(|(_, action)| action.kind.is_recv()) {
+            let mut ahead = 0;
+            for (to, action) in program[..at].iter().enumerate().filter(|(_, action)| action.stage == receive.stage) {
+                ahead += u32::from(action.kind == receive.kind);
+                ahead -= u32::from(reads(action.kind, receive.kind) && ahead > 0);
+                if ahead == most {
+                    places.push((rank, at, to + 1));
+                }
+            }
+        }
+    }
+    places.retain(|&(_, at, to)| to < at);
+    let (rank, at, to) = *places.get(dice.below(places.len().max(1)))?;
     shift(&mut programs[rank], at, to);
     Some(())
+}
+
+fn reads(kind: ActionKind, receive: ActionKind) -> bool {
+    match kind {
+        ActionKind::Forward => receive == ActionKind::RecvForward,
+        ActionKind::Backward | ActionKind::InputGrad => receive == ActionKind::RecvBackward,
+        _ => false,
+    }
 }
 
 /// Under the communication that the header declares.
@@ -135,6 +145,10 @@ fn by_check(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
 
 fn by_pair_fifo(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
     check::communication(mutant, Delivery::PairFifo)
+}
+
+fn by_buffered(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
+    check::communication(mutant, Delivery::Buffered)
 }
 
 fn by_directed(_: &Schedule, mutant: &Schedule) -> Result<(), PlanError> {
@@ -176,11 +190,16 @@ fn receives_into_another_slot() {
 }
 
 #[test]
-fn dropped_gathers_releases_reductions_and_steps() {
-    kill(any_sharded(), drop_sharding, &[FaultKind::Missing, FaultKind::Sharding], by_check);
+fn sends_and_receives_without_their_other_end() {
+    kill(any_lowered(), drop_message, &[FaultKind::Missing], by_buffered);
+    let evaluated = (any_lowered(), 1_u32..=6).prop_map(|(schedule, microbatches)| {
+        let evaluation = evaluation(schedule.placement().clone(), microbatches).unwrap();
+        evaluation.lower(&Lowering::default()).unwrap()
+    });
+    kill(evaluated, dangling_receive, &[FaultKind::Missing], by_buffered);
 }
 
 #[test]
-fn reductions_and_steps_before_the_last_gradient() {
-    kill(any_sharded(), early_sharding, &[FaultKind::Sharding], by_check);
+fn receives_too_far_ahead() {
+    kill(any_lowered(), receive_too_far_ahead, &[FaultKind::Slot], by_check);
 }

@@ -61,10 +61,9 @@ struct Pass<'a> {
     /// The weight gradients of each stage in the whole step.
     num_weight_grads: Vec<u32>,
     stages: Vec<Stage>,
-    /// The rank at hand; how many stages it may and does hold whole; where its first step behind a barrier stands.
+    /// The rank at hand; how many stages it holds whole; where its first step behind a barrier stands.
     rank: usize,
-    most_whole: usize,
-    num_whole: usize,
+    num_whole: u32,
     barrier: Option<usize>,
     /// Where the composite at hand starts.
     composite: usize,
@@ -83,7 +82,6 @@ impl<'a> Pass<'a> {
             num_weight_grads: (0..schedule.num_stages()).map(count).collect(),
             stages: vec![Stage::default(); schedule.num_stages() as usize],
             rank: 0,
-            most_whole: 0,
             num_whole: 0,
             barrier: None,
             composite: 0,
@@ -91,8 +89,6 @@ impl<'a> Pass<'a> {
     }
 
     fn begin_rank(&mut self, rank: usize) {
-        let most = if self.gathers() { widest(&self.schedule.programs()[rank]) } else { 0 };
-        self.most_whole = most.max(self.lowering.max_unsharded as usize);
         (self.rank, self.num_whole, self.barrier) = (rank, 0, None);
     }
 
@@ -174,8 +170,9 @@ impl<'a> Pass<'a> {
         if self.stages[stage as usize].whole {
             return Wrong::alone("its parameters are gathered already: drop it");
         }
-        if self.num_whole >= self.most_whole {
-            let (held, most) = (counted(self.num_whole as u64, "stage"), self.lowering.max_unsharded);
+        let most = self.lowering.max_unsharded;
+        if self.num_whole >= most {
+            let held = counted(self.num_whole.into(), "stage");
             return Wrong::alone(format!(
                 "the rank holds {held} whole already, and max_unsharded is {most}: put a RESHARD before it"
             ));
@@ -194,17 +191,17 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_reduction(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         let most = self.num_reductions(stage);
         if most == 0 {
             return Wrong::alone(self.undeclared("reductions: drop it, or lower for a zero_stage"));
         }
-        if state.reductions >= most {
+        if so_far.reductions >= most {
             let often = if self.per_microbatch() { "behind each weight gradient" } else { "behind the last one" };
             return Wrong::alone(format!("its gradients are reduced already: reduce them once {often}"));
         }
         if self.per_microbatch() {
-            if state.reductions >= state.weight_grads {
+            if so_far.reductions >= so_far.weight_grads {
                 let reason = "there is no weight gradient that it could carry: put it behind the next one";
                 return Err(Wrong { reason: reason.to_owned(), other: self.next_weight_grad(stage) });
             }
@@ -215,9 +212,9 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_sum(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         let groups = self.ties.of_stage(stage);
-        let Some(&group) = groups.get(state.sums as usize).filter(|_| self.trains) else {
+        let Some(&group) = groups.get(so_far.sums as usize).filter(|_| self.trains) else {
             let reason = match groups.len() {
                 _ if !self.trains => self.undeclared("backward"),
                 0 => self.undeclared("tied weights of this stage: drop it, or lower with tied groups of stages"),
@@ -238,16 +235,16 @@ impl<'a> Pass<'a> {
     }
 
     fn admit_step(&self, stage: u32) -> Result<(), Wrong> {
-        let state = &self.stages[stage as usize];
+        let so_far = &self.stages[stage as usize];
         if self.lowering.optimizer == OptimizerStep::Absent || !self.trains {
             return Wrong::alone(self.undeclared("optimizer steps: drop it, or lower with an optimizer"));
         }
-        if state.stepped {
+        if so_far.stepped {
             return Wrong::alone("its optimizer has stepped already: step once");
         }
         self.behind_weight_grads(stage, "step")?;
         self.behind_sums(stage)?;
-        if state.reductions < self.num_reductions(stage) {
+        if so_far.reductions < self.num_reductions(stage) {
             return Wrong::alone("its gradients are not reduced yet: put it behind REDUCE");
         }
         Ok(())
@@ -330,8 +327,9 @@ impl<'a> Pass<'a> {
 
     fn fault(&self, rank: usize, position: usize, wrong: Wrong) -> PlanError {
         let place = Place::at(self.schedule, rank, position);
-        let other = wrong.other.map(|position| Place::at(self.schedule, rank, position));
-        let message = format!("{place}: {}", wrong.reason);
+        let Wrong { reason, other } = wrong;
+        let other = other.map(|position| Place::at(self.schedule, rank, position));
+        let message = format!("{place}: {reason}");
         Fault::new(self.schedule, FaultKind::Sharding, message, std::iter::once(place).chain(other).collect()).into()
     }
 }
@@ -343,16 +341,4 @@ fn is_over(kind: ActionKind) -> bool {
 
 fn makes_weight_grad(kind: ActionKind) -> bool {
     matches!(kind, ActionKind::Backward | ActionKind::WeightGrad)
-}
-
-/// The most stages of one composite, which must be whole together.
-fn widest(program: &[Action]) -> usize {
-    let composites = program.chunk_by(|action, _| action.with_next).filter(|composite| composite.len() > 1);
-    let distinct = |composite: &[Action]| {
-        let mut stages: Vec<u32> = composite.iter().map(|action| action.stage).collect();
-        stages.sort_unstable();
-        stages.dedup();
-        stages.len()
-    };
-    composites.map(distinct).max().unwrap_or(0)
 }

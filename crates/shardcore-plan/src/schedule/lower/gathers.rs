@@ -54,6 +54,18 @@ pub(super) fn gathers(program: &[Action], max_unsharded: u32) -> Vec<Inserted> {
     planner.inserted
 }
 
+/// The most stages of one composite, which are whole together.
+pub(super) fn widest(program: &[Action]) -> usize {
+    let distinct = |composite: &[Action]| {
+        let mut stages: Vec<u32> = composite.iter().map(|action| action.stage).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        stages.len()
+    };
+    let joined = composites(program).filter(|(_, _, composite)| composite.len() > 1);
+    joined.map(|(_, _, composite)| distinct(composite)).max().unwrap_or(1)
+}
+
 struct Planner {
     room: usize,
     residents: Vec<Resident>,

@@ -101,8 +101,8 @@ impl Schedule {
         };
         let programs = (0..self.num_ranks()).zip(self.programs()).map(lowered).collect::<Result<_>>()?;
         let header = Header { comm: CommModel::Blocking, ..self.header().clone() };
-        let receives_ahead = lowering.receives_ahead.max(slots.most_ahead());
-        Self::new_lowered(header, programs, Lowering { receives_ahead, ..lowering.clone() })
+        let max_unsharded = lowering.max_unsharded.max(sharding.widest());
+        Self::new_lowered(header, programs, Lowering { max_unsharded, ..lowering.clone() })
     }
 }
 

@@ -46,8 +46,8 @@ pub struct Lowering {
     /// The most receives of a stage and direction that are posted and not yet used, at least 1. With 2, a transfer
     /// overlaps the computation before the one that needs it.
     pub receives_ahead: u32,
-    /// How many stages a rank gathers at once at `ZeRO` stage 3, at least 1; more where one composite works on more.
-    /// With 2, the next is gathered behind the computation of the one in use.
+    /// How many stages a rank gathers at once at `ZeRO` stage 3, at least 1. With 2, the next is gathered behind the
+    /// computation of the one in use. Where one composite works on more stages, lowering raises it to them.
     pub max_unsharded: u32,
 }
 

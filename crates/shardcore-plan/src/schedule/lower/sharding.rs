@@ -1,11 +1,11 @@
 //! Where a rank reduces gradients and steps the optimizer, and with [`gathers`](super::gathers) all its actions for
 //! sharding.
 
-use super::gathers::gathers;
+use super::gathers::{gathers, widest};
 use super::times::composites;
 use super::{Inserted, Lowering, OptimizerStep, ReduceTiming, Ties};
 use crate::schedule::action::{Action, ActionKind};
-use crate::schedule::program::Schedule;
+use crate::schedule::program::{Gating, Schedule};
 
 /// What all ranks have in common.
 pub(super) struct Sharding<'a> {
@@ -19,6 +19,13 @@ impl<'a> Sharding<'a> {
     pub(super) fn new(schedule: &'a Schedule, lowering: &'a Lowering) -> Self {
         let ties = Ties::new(lowering.all_tied(schedule.placement()), schedule.num_stages());
         Self { lowering, schedule, trains: !schedule.is_forward_only(), ties }
+    }
+
+    /// The most stages that a rank must gather at once.
+    pub(super) fn widest(&self) -> u32 {
+        let gathered = if self.lowering.zero_stage == Some(3) { self.schedule.programs() } else { &[] };
+        let widest = gathered.iter().map(|program| widest(program)).max().unwrap_or(1);
+        u32::try_from(widest).unwrap_or(u32::MAX)
     }
 
     /// The sharding's actions of a rank, by gap.
@@ -54,12 +61,15 @@ impl<'a> Sharding<'a> {
         let stages = self.schedule.placement().stages_of(rank);
         let mut last = vec![None; stages.len()];
         let mut inserted = Vec::new();
-        for (_, gap, composite) in composites(program) {
-            for action in composite.iter().filter(|action| makes_weight_grad(action.kind)) {
+        for (before, after, composite) in composites(program) {
+            let parts = (before..).zip(composite).filter(|(_, action)| makes_weight_grad(action.kind));
+            for (part, action) in parts {
                 if let Ok(turn) = stages.binary_search(&action.stage) {
-                    last[turn] = Some(gap);
+                    last[turn] = Some(after);
                 }
                 if per_microbatch {
+                    let gap =
+                        if self.makes_another(&program[part as usize..after as usize]) { part + 1 } else { after };
                     inserted.push(Inserted { gap, action: Action::new(ActionKind::Reduce, action.stage, 0) });
                 }
             }
@@ -71,6 +81,13 @@ impl<'a> Sharding<'a> {
             inserted.extend(actions.map(|action| Inserted { gap, action }));
         }
         inserted
+    }
+
+    /// Whether parts that wait each for its own input, so that they may run apart, make two weight gradients of the
+    /// first one's stage.
+    fn makes_another(&self, parts: &[Action]) -> bool {
+        let again = |other: &Action| other.stage == parts[0].stage && makes_weight_grad(other.kind);
+        self.schedule.header().gating == Gating::Own && parts[1..].iter().any(again)
     }
 
     /// Shared weights are summed when the rank has nothing else to do, in one order on all ranks: so none waits for a

@@ -18,8 +18,6 @@ struct Pool {
     free: Vec<u16>,
     /// Slots in use or free.
     count: u16,
-    /// Receives that are posted and not yet used.
-    ahead: u32,
 }
 
 impl Pool {
@@ -41,7 +39,6 @@ pub(super) struct Slots {
     /// For each stage of the rank and direction, the slot of each micro-batch, and the pool.
     held: Vec<u16>,
     pools: Vec<Pool>,
-    most_ahead: u32,
 }
 
 impl Slots {
@@ -52,13 +49,7 @@ impl Slots {
             (0..).zip(placement.stages_of(rank)).for_each(|(turn, &stage)| local[stage as usize] = turn);
         }
         let num_units = schedule.header().num_units() as usize;
-        let forward_only = schedule.is_forward_only();
-        Self { num_units, local, forward_only, held: Vec::new(), pools: Vec::new(), most_ahead: 0 }
-    }
-
-    /// The most receives of one stage and direction that any rank so far has posted and not yet used.
-    pub(super) fn most_ahead(&self) -> u32 {
-        self.most_ahead
+        Self { num_units, local, forward_only: schedule.is_forward_only(), held: Vec::new(), pools: Vec::new() }
     }
 
     /// Writes the slots into a rank's lowered program.
@@ -98,18 +89,13 @@ impl Slots {
             reason: format!("stage {} holds more than 65,535 received micro-batches at once: use fewer", action.stage),
         })?;
         self.held[pool * self.num_units + action.microbatch as usize] = slot;
-        self.pools[pool].ahead += 1;
-        self.most_ahead = self.most_ahead.max(self.pools[pool].ahead);
         Ok(slot)
     }
 
-    fn read(&mut self, pool: usize, action: Action) -> u16 {
+    fn read(&self, pool: usize, action: Action) -> u16 {
         match self.held[pool * self.num_units + action.microbatch as usize] {
             NONE => 0,
-            slot => {
-                self.pools[pool].ahead = self.pools[pool].ahead.saturating_sub(1);
-                slot
-            }
+            slot => slot,
         }
     }
 

@@ -20,7 +20,9 @@ impl Ties {
     pub(super) fn new(groups: Vec<Vec<u32>>, num_stages: u32) -> Self {
         let mut of_stage = vec![Vec::new(); num_stages as usize];
         for (group, stages) in (0..).zip(&groups) {
-            stages.iter().for_each(|&stage| of_stage[stage as usize].push(group));
+            for &stage in stages {
+                of_stage[stage as usize].push(group);
+            }
         }
         Self { groups, of_stage }
     }
