@@ -1587,8 +1587,9 @@ def synthesize(
 
     Costs and sizes are as in ``PipelineSchedule.simulate``. ``memory_cap`` is the most that a rank may hold (a list:
     each rank), in the unit of ``activation``; ``objective`` is ``"makespan"`` or ``"span"``. ``fused_backward`` is what
-    a whole backward takes in one piece; the schedule then fuses those for which it pays. ``placement`` is the rank of
-    every stage, by default one stage a rank.
+    a whole backward takes in one piece (``None``: as much as its gradients in a row); the schedule fuses those for
+    which it pays, in time or in memory, since one piece needs no stash. ``placement`` is the rank of every stage, by
+    default one stage a rank.
 
     The result is never worse than a named schedule on that placement under the same cap, comes with a certified lower
     bound, and is the same on every machine; planning again after a profile is one call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import shardcore as sc
 from shardcore import comm
 from shardcore._core import HostLink
+from shardcore.comm import watch
 from shardcore.comm.neighbours import link_of
 from shardcore.comm.watch import board
 from shardcore.errors import RankMismatchError, StateError
@@ -181,3 +183,31 @@ def test_a_wait_that_failed_is_not_done_at_the_next_call() -> None:
             handle.wait()
     handle.wait()
     assert full.tolist() == [0.0] * 4 + [1.0] * 4
+
+
+@spmd(world=3)
+def test_a_rank_that_waits_long_says_for_whom() -> None:
+    """Another rank may be in a call of another library, where nothing can be seen of it."""
+    axis, said = sc.Mesh()["dp"], Said()
+    watch.LONG_WAIT_S, patience = 1.5, watch.LONG_WAIT_S
+    logging.getLogger("shardcore").addHandler(said)
+    try:
+        if axis.rank == 1:
+            time.sleep(4)
+        comm.all_reduce(torch.ones(3), axis, "late").wait()
+    finally:
+        watch.LONG_WAIT_S = patience
+        logging.getLogger("shardcore").removeHandler(said)
+    told = [line for line in said.lines if "for ranks [1] in collective" in line and "'all-reduce late [3]'" in line]
+    assert len(told) == (axis.rank != 1), said.lines
+
+
+class Said(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

@@ -56,6 +56,19 @@ def test_a_constant_scale_stays() -> None:
     assert scale.scale == 128.0
 
 
+@spmd(world=2)
+def test_a_16_bit_model_that_is_never_finite_is_an_error_on_all_ranks() -> None:
+    model = sc.shard(Scaled(), stage=2, precision=sc.Precision(param="bf16"))
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    for _ in range(49):
+        model(math.inf).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(math.inf).backward()
+    with pytest.raises(StateError, match=r"step 50: gradients were not finite in 50 steps in a row"):
+        optimizer.step()
+
+
 def test_state_survives_a_checkpoint() -> None:
     scale = DynamicScale(scale=64.0, window=3, hysteresis=2)
     for overflow in (True, False, False):

@@ -14,14 +14,14 @@ pub struct Sums {
     block_nbytes: u64,
     hasher: Hasher,
     in_block: u64,
-    sums: Vec<u32>,
+    ended: Vec<u32>,
 }
 
 impl Sums {
     /// Nothing has passed yet.
     #[must_use]
     pub fn new(block_nbytes: u64) -> Self {
-        Self { block_nbytes, hasher: Hasher::new(), in_block: 0, sums: Vec::new() }
+        Self { block_nbytes, hasher: Hasher::new(), in_block: 0, ended: Vec::new() }
     }
 
     /// The next bytes.
@@ -44,11 +44,11 @@ impl Sums {
         if self.in_block > 0 {
             self.end_block();
         }
-        self.sums
+        self.ended
     }
 
     fn end_block(&mut self) {
-        self.sums.push(std::mem::take(&mut self.hasher).finalize());
+        self.ended.push(std::mem::take(&mut self.hasher).finalize());
         self.in_block = 0;
     }
 }

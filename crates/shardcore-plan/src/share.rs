@@ -60,7 +60,9 @@ pub fn parts(held: &[Vec<Piece>], itemsizes: &[u64]) -> Result<Vec<Vec<Part>>> {
             deal(&range, itemsizes[tensor], &mut loads, &mut written);
         }
     }
-    written.iter_mut().for_each(|parts| join(parts));
+    for parts in &mut written {
+        join(parts);
+    }
     Ok(written)
 }
 

@@ -18,6 +18,9 @@ use crate::tensor::TensorRef;
 /// Bytes, header bytes, CRC-32 of the header, and for each entry where it begins and the CRC-32 of its blocks.
 type WrittenFile = (u64, u64, String, Vec<(u64, String)>);
 
+/// Tag, folder, number in the run, what is wrong.
+type Listed = (String, PathBuf, Option<u64>, Option<String>);
+
 /// A safetensors file that is being written: ``entries`` are ``(name, dtype, shape)``, whose bytes come by ``put`` in
 /// this order. It must not exist, and gets its whole space at once.
 ///
@@ -187,10 +190,7 @@ pub(crate) fn abandon_checkpoint(py: Python<'_>, run: PathBuf, tag: &str) -> PyR
 
 /// All checkpoints of a run as ``(tag, path, number or None, what is wrong or None)``, the oldest first.
 #[pyfunction]
-pub(crate) fn list_checkpoints(
-    py: Python<'_>,
-    run: PathBuf,
-) -> PyResult<Vec<(String, PathBuf, Option<u64>, Option<String>)>> {
+pub(crate) fn list_checkpoints(py: Python<'_>, run: PathBuf) -> PyResult<Vec<Listed>> {
     let found = gil::run(py, || folder::list(&run))?;
     Ok(found.into_iter().map(|found| (found.tag, found.path, found.sequence, found.problem)).collect())
 }

@@ -59,7 +59,12 @@ where
                     Ok(outcome) => return outcome,
                     Err(RecvTimeoutError::Disconnected) => return Err(Box::new("a thread is lost") as Payload),
                     Err(RecvTimeoutError::Timeout) if signal.is_ok() => {
-                        signal = Python::attach(|py| py.check_signals());
+                        #[expect(
+                            clippy::redundant_closure_for_method_calls,
+                            reason = "the method is of one lifetime only"
+                        )]
+                        let checked = Python::attach(|py| py.check_signals());
+                        signal = checked;
                         stop.store(signal.is_err(), Ordering::Relaxed);
                     }
                     Err(RecvTimeoutError::Timeout) => {}

@@ -168,7 +168,7 @@ fn entry(index: usize, object: &Bound<'_, PyAny>) -> PyResult<TraceEntry> {
         _ => return Err(wrong()),
     };
     let bad = |error: PlanError| CoreError::from(PlanError::BadUse { index, reason: error.to_string() });
-    let Number(seconds) = seconds.map_or(Ok(Number(1.0)), |seconds| seconds.extract())?;
+    let Number(seconds) = seconds.map_or(Ok(Number(1.0)), PyAnyMethods::extract)?;
     let span = span.map_or(Ok(1), integer)?;
     Ok(TraceEntry {
         unit: unit_name(unit)?,

@@ -9,6 +9,9 @@ use shardcore_plan::share::{Piece, parts};
 use crate::gil;
 use crate::plan::PyShardLayout;
 
+/// Rank and offset in the old shards, rank and offset in the new ones, number of elements.
+type Copied = (u64, u64, u64, u64, u64);
+
 /// The copies that fill the shards of ``new`` from those of ``old``, ordered by where they go.
 ///
 /// Each is ``(src_rank, src_offset, dst_rank, dst_offset, numel)``, in elements. Every element of every parameter is
@@ -21,7 +24,7 @@ pub(crate) fn reshard(
     py: Python<'_>,
     old: &Bound<'_, PyShardLayout>,
     new: &Bound<'_, PyShardLayout>,
-) -> PyResult<Vec<(u64, u64, u64, u64, u64)>> {
+) -> PyResult<Vec<Copied>> {
     let (old, new) = (old.get().layout(), new.get().layout());
     let found = gil::run(py, || moves(old, new))?;
     Ok(found.into_iter().map(|m| (m.src_rank, m.src_offset, m.dst_rank, m.dst_offset, m.numel)).collect())

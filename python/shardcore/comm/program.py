@@ -60,6 +60,7 @@ class Program:
             RankMismatchError: another rank is about to run another one that cannot be joined. None of them has been
                 entered.
         """
+        watch.refuse_fork(label)
         watch.start_unfinished()
         if self.takes_turns(axis) or self._is_known(label) or branches.all_enter(axis, label):
             return

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
+import math
 import os
 import sys
 import time
@@ -33,6 +35,9 @@ from shardcore.errors import RankMismatchError, StateError
 from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
+LONG_WAIT_S = 10.0
+"""After which a rank says for whom it waits."""
+_log = logging.getLogger("shardcore")
 _HISTORY = 128
 POLL_S = 2e-4
 _GRACE_S = 3.0
@@ -83,6 +88,10 @@ class _Board:
     branches: dict[str, Any] = field(default_factory=dict)
     """Per axis, its :class:`shardcore.comm.branches.Branches`."""
     num_partings: int = 0
+    waits_at: tuple[str, int] | None = None
+    """The collective that this rank waits for, by its axis and number."""
+    waits_since: float = 0.0
+    """On the monotonic clock; infinite once it has been told."""
 
 
 _board: _Board | None = None
@@ -108,14 +117,10 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     """Note that this rank enters a collective now. One that has steps left starts them first, so that the order of
     all steps is that of the program, whoever waits for what.
     """
-    b = board()
-    if b.pid != os.getpid():
-        raise StateError(
-            f"{operation} of {unit} in a forked process: exchanges between ranks belong to the process that started "
-            "them. Use a sharded model in its rank's own process (a DataLoader's workers must not touch it)"
-        )
-    start_unfinished()
     label = label_of(operation, unit, numel)
+    b = board()
+    refuse_fork(label)
+    start_unfinished()
     if b.on_entry is not None and operation != "link":  # ranks connect in the middle of another collective
         b.on_entry(axis, label)
     if b.failure is not None:
@@ -129,6 +134,15 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     history.append((sequence, label))
     b.digest = zlib.crc32(label.encode(), b.digest)
     return Entry(axis, sequence, label, on_cuda)
+
+
+def refuse_fork(label: str) -> None:
+    """Raise :class:`StateError` in a process that was forked from a rank, which has none of the rank's connections."""
+    if board().pid != os.getpid():
+        raise StateError(
+            f"'{label}' in a forked process: exchanges between ranks belong to the process that started them. Use a "
+            "sharded model in its rank's own process (a DataLoader's workers must not touch it)"
+        )
 
 
 def start_unfinished() -> None:
@@ -201,6 +215,31 @@ def look_around(entry: Entry) -> None:
         difference = first_difference(dict(b.history[key]), theirs)
         if difference is not None:
             raise_difference(b, entry.axis, rank, difference)
+    _tell_long_wait(b, entry)
+
+
+def _tell_long_wait(b: _Board, entry: Entry) -> None:
+    """Log once which ranks this one waits for. They may compute; or wait in a call of another library, for ever."""
+    now, place = time.monotonic(), (entry.axis.key, entry.sequence)
+    if b.waits_at != place:
+        b.waits_at, b.waits_since = place, now
+    if now - b.waits_since < LONG_WAIT_S:
+        return
+    b.waits_since = math.inf
+    told = [*published(b, entry.axis).items(), *published(b, entry.axis, "next").items()]
+    there = {rank for rank, theirs in told if entry.sequence in theirs}
+    late = [rank for rank in entry.axis.ranks if rank != b.rank and rank not in there]
+    if late:
+        _log.warning(
+            "rank %d has waited %.0f s for ranks %s in %s, and goes on waiting for up to %.0f s (SHARDCORE_TIMEOUT). "
+            "If they do not compute, they wait themselves in a call that is not shardcore's (a barrier, a metric's "
+            "all-reduce), which this rank does not reach: all ranks must make the same calls of the model before it",
+            b.rank,
+            LONG_WAIT_S,
+            late,
+            where(entry),
+            timeout_s(),
+        )
 
 
 def program_digest() -> int:

@@ -7,15 +7,31 @@ from typing import Any
 
 from shardcore.errors import StateError
 
+_MANY = 50
+"""Steps that a fixed scale lets overflow in a row; a dynamic one ends sooner, at its minimum."""
+
 
 @dataclass(slots=True)
 class ConstantScale:
     """A fixed factor; 1 where no scaling is needed. A step that overflows is skipped, the factor stays."""
 
     scale: float = 1.0
+    overflows: int = 0
+    """Steps in a row that overflowed."""
 
     def update(self, *, overflow: bool) -> None:
-        """A step was applied or skipped."""
+        """A step was applied or skipped.
+
+        Raises:
+            StateError: so many in a row overflowed that the model itself gives inf or NaN.
+        """
+        self.overflows = self.overflows + 1 if overflow else 0
+        if self.overflows == _MANY:
+            raise StateError(
+                f"gradients were not finite in {_MANY} steps in a row, which were all skipped, and the loss scale is "
+                f"fixed at {self.scale:g}: the loss or the model itself gives inf or NaN. Check the data and the "
+                "learning rate" + ("" if self.scale == 1 else ', or use a smaller loss scale (or "dynamic")')
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints."""

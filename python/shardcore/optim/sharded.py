@@ -405,12 +405,12 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         except StateError as error:
             raise StateError(f"step {self.num_steps + self.num_skipped_steps}: {error} {where}") from None
         if self._roots[0].data_axis.rank == 0:
+            changed = "" if self.loss_scale.scale == scale else f"; loss scale {scale:g} -> {self.loss_scale.scale:g}"
             _log.warning(
-                "step %d skipped: non-finite gradient (%s); loss scale %g -> %g, %d skipped so far",
+                "step %d skipped: non-finite gradient (%s)%s; %d skipped so far",
                 self.num_steps + self.num_skipped_steps,
                 where or "on another rank",
-                scale,
-                self.loss_scale.scale,
+                changed,
                 self.num_skipped_steps,
             )
 

@@ -74,7 +74,8 @@ pub(crate) fn tensors() -> impl Strategy<Value = Vec<Tensor>> {
     prop::collection::vec(one, 0..6).prop_map(|rows| {
         let made = rows.into_iter().enumerate().map(|(i, (numel, dtype, seed, cuts))| {
             let nbytes = numel * usize::try_from(itemsize(dtype).unwrap()).unwrap();
-            let bytes = (0..nbytes).map(|at| (at * 31 + usize::from(seed)) as u8).collect();
+            let bytes =
+                (0..=250_u8).cycle().map(|byte| byte.wrapping_mul(31).wrapping_add(seed)).take(nbytes).collect();
             Tensor { name: format!("layer.{i}"), dtype, bytes, cuts }
         });
         made.collect()

@@ -23,6 +23,7 @@ fn cases(some: u32, all: u32) -> u32 {
 }
 
 /// What `work` gives for every item, in their order; as many at once as there are cores.
+#[expect(clippy::disallowed_methods, reason = "a test is no plan: it may use all cores")]
 fn on_all_cores<T: Sync, R: Send>(items: &[T], work: impl Fn(usize, &T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let take = || {

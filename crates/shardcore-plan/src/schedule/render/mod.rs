@@ -124,8 +124,8 @@ mod tests {
     fn labels_are_shortened_before_a_picture_is_cut() {
         for &name in ScheduleName::ALL {
             let (schedule, run) = simulated(name, 4, 8);
-            let text = ascii(&schedule, &run, 160);
-            let ends = |row: &str| row.ends_with('|') && row.len() <= "rank 0 |".len() + 161;
+            let text = ascii(&schedule, &run, 180);
+            let ends = |row: &str| row.ends_with('|') && row.len() <= "rank 0 |".len() + 181;
             assert!(text.lines().skip(1).all(ends), "{text}");
         }
     }
