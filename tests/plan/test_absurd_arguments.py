@@ -64,6 +64,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"name": "w", "numel": 10, "dtype": "bf16", "trainable": True},
     ),
     "ranges": (lambda rank: LAYOUT.ranges(rank), {"rank": 0}),
+    "reshard": (plan.reshard, {"old": LAYOUT, "new": plan.shard_layout(PARAMS, num_shards=3)}),
+    "share_writes": (
+        lambda start, stop, **others: plan.share_writes([[(0, start, stop)], [(0, 0, 2)]], **others),
+        {"start": 0, "stop": 4, "itemsizes": [2]},
+    ),
     "plan_shards": (
         plan.plan_shards,
         {"units": [("a", PARAMS)], "num_shards": 2, "segment_nbytes": 100, "alignment": 256},

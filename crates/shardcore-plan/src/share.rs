@@ -98,10 +98,10 @@ fn ranges(pieces: &[(usize, usize, Piece)]) -> Vec<Range> {
 fn deal(range: &Range, itemsize: u64, loads: &mut [u64], written: &mut [Vec<Part>]) {
     let (numel, count) = (range.stop - range.start, range.holders.len() as u64);
     let mut give = |(rank, piece): (usize, usize), start: u64, stop: u64, loads: &mut [u64]| {
-        loads[rank] += (stop - start) * itemsize;
+        loads[rank] = loads[rank].saturating_add((stop - start).saturating_mul(itemsize));
         written[rank].push(Part { piece, start, stop });
     };
-    if numel * itemsize < WORTH_CUTTING * count {
+    if numel.saturating_mul(itemsize) < WORTH_CUTTING * count {
         // The first of equals: all ranks must choose alike.
         if let Some(&least) = range.holders.iter().min_by_key(|&&(rank, _)| loads[rank]) {
             give(least, range.start, range.stop, loads);

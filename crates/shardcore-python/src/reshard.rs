@@ -3,10 +3,13 @@
 #![allow(clippy::needless_pass_by_value, reason = "pyo3 hands lists over by value")]
 
 use pyo3::prelude::*;
+use shardcore_plan::PlanError;
 use shardcore_plan::reshard::moves;
 use shardcore_plan::share::{Piece, parts};
 
+use crate::error::CoreError;
 use crate::gil;
+use crate::numbers::Whole;
 use crate::plan::PyShardLayout;
 
 /// Rank and offset in the old shards, rank and offset in the new ones, number of elements.
@@ -40,15 +43,21 @@ pub(crate) fn reshard(
 #[pyfunction]
 pub(crate) fn share_writes(
     py: Python<'_>,
-    held: Vec<Vec<(usize, u64, u64)>>,
-    itemsizes: Vec<u64>,
+    held: Vec<Vec<(Whole, Whole, Whole)>>,
+    itemsizes: Vec<Whole>,
 ) -> PyResult<Vec<Vec<(usize, u64, u64)>>> {
-    let written = gil::run(py, || {
-        let pieces = |rank: Vec<(usize, u64, u64)>| {
-            rank.into_iter().map(|(tensor, start, stop)| Piece { tensor, start, stop }).collect::<Vec<_>>()
-        };
-        parts(&held.into_iter().map(pieces).collect::<Vec<_>>(), &itemsizes)
-    })?;
+    let piece = |(tensor, start, stop): (Whole, Whole, Whole)| {
+        Ok(Piece {
+            tensor: tensor.fit("tensor", "a place in itemsizes")?,
+            start: start.fit("start", "0 to 2^64 - 1 elements")?,
+            stop: stop.fit("stop", "0 to 2^64 - 1 elements")?,
+        })
+    };
+    let pieces = |rank: Vec<_>| rank.into_iter().map(piece).collect::<Result<Vec<_>, PlanError>>();
+    let held = held.into_iter().map(pieces).collect::<Result<Vec<_>, _>>().map_err(CoreError::from)?;
+    let itemsizes = itemsizes.into_iter().map(|nbytes| nbytes.fit("itemsize", "0 to 2^64 - 1 bytes"));
+    let itemsizes = itemsizes.collect::<Result<Vec<_>, PlanError>>().map_err(CoreError::from)?;
+    let written = gil::run(py, || parts(&held, &itemsizes))?;
     let flat = |parts: Vec<shardcore_plan::share::Part>| {
         parts.into_iter().map(|part| (part.piece, part.start, part.stop)).collect()
     };
