@@ -26,7 +26,7 @@ class PipelineModule(Pipeline):
         partition_method: "uniform", "parameters" or "type:REGEX".
         activation_checkpoint_interval: layers that are recomputed together in backward; 0: none.
         checkpointable_layers: class names; only groups of these are recomputed.
-        schedule: beyond DeepSpeed's arguments, any schedule of :func:`shardcore.plan.pipeline_schedule`.
+        schedule: beyond DeepSpeed's arguments, any that :class:`shardcore.pipeline.Pipeline` takes, "auto" among them.
 
     Raises:
         ConfigError: neither stages nor topology, both and contradicting, or an argument that is not supported.
@@ -46,7 +46,7 @@ class PipelineModule(Pipeline):
         activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
-        schedule: str = "1f1b",
+        schedule: Any = "1f1b",
         num_chunks: int | None = None,
     ) -> None:
         if seed_fn is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Mesh
 from shardcore.pipeline import data as micro_batches
+from shardcore.pipeline.auto import AutoReport, AutoSchedule, AutoTuner
 from shardcore.pipeline.executor import Executor, Step
 from shardcore.pipeline.gradients import Gradients
 from shardcore.pipeline.layers import Builder, BuiltLayer, Partition, as_layers, boundaries_of, find_ties
@@ -41,7 +42,8 @@ class Pipeline(nn.Module):
             the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model with a
             pipeline plan, whose micro-batches are its keyword arguments.
         mesh: its ``pp`` axis is the pipeline.
-        schedule: a name of :func:`shardcore.plan.pipeline_schedule`, or a schedule that is not lowered.
+        schedule: a name of :func:`shardcore.plan.pipeline_schedule`, a schedule that is not lowered, or ``"auto"``: one
+            that is made for what the first steps cost; :class:`AutoSchedule` says how.
         num_microbatches: micro-batches of a step, on each data-parallel rank.
         num_chunks: stages on each rank; None is the schedule's own number.
         loss_fn: ``(output, labels) -> scalar``, the mean over the micro-batch; None if the last layer returns the loss.
@@ -63,7 +65,7 @@ class Pipeline(nn.Module):
         model: Any,
         mesh: Mesh,
         *,
-        schedule: str | plan.PipelineSchedule = "1f1b",
+        schedule: str | plan.PipelineSchedule | AutoSchedule = "1f1b",
         num_microbatches: int = 1,
         num_chunks: int | None = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -82,7 +84,8 @@ class Pipeline(nn.Module):
             raise ConfigError("Pipeline(loss_fn=...): it has parameters; make it the last layer and leave loss_fn out")
         self._reduce = _REDUCE[reduce]
         self._recompute = recompute or Recompute()
-        self._schedule_of = _schedules(schedule, mesh["pp"].size, num_chunks)
+        self._tuner = _tuner(schedule, mesh, num_chunks)
+        self._schedule_of = self._tuner.schedule if self._tuner else _schedules(schedule, mesh["pp"].size, num_chunks)
         self.num_microbatches = num_microbatches
         self.num_steps = 0
         """Steps taken; part of what random numbers are drawn from, so set it when you resume."""
@@ -98,7 +101,9 @@ class Pipeline(nn.Module):
         self._shared = self._placement.shared_weights(built)
         self._channels = comm.channels(mesh, "pp", self._placement.edges())
         self._weight_gradients = WeightGradients(mesh.device)
-        if any(action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)):
+        if self._tuner is not None or any(
+            action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)
+        ):
             self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
         self._gradients: Gradients | None = None
@@ -143,8 +148,17 @@ class Pipeline(nn.Module):
     def explain(self) -> str:
         """Which layers run in which stage, on which rank, and what part of the weights has a gradient of its own."""
         split, whole = self._weight_gradients.num_split, self._weight_gradients.num_whole
-        share = f"backward split for {split} of {split + whole} trainable elements of this rank"
-        return f"{self._placement.explain()}\n{share}" if split + whole else self._placement.explain()
+        lines = [self._placement.explain()]
+        if split + whole:
+            lines.append(f"backward split for {split} of {split + whole} trainable elements of this rank")
+        if self.auto_report is not None:
+            lines.append(self.auto_report.explain())
+        return "\n".join(lines)
+
+    @property
+    def auto_report(self) -> AutoReport | None:
+        """What ``schedule="auto"`` found for steps of ``num_microbatches``; None before the switch, and elsewhere."""
+        return None if self._tuner is None else self._tuner.report(self.num_microbatches)
 
     def forward(self, stage: int, value: Any, skips: dict[str, Any], key: RandomKey | None) -> Any:
         """Forward of one stage of this rank; called by the program. Returns the output and what is set aside."""
@@ -180,6 +194,8 @@ class Pipeline(nn.Module):
             RankFailedError: another rank failed.
         """
         with self._reporting():
+            if self._tuner is not None and self._tuner.switch_if_due(self._channels, self.num_microbatches):
+                self._executors = {key: each for key, each in self._executors.items() if key[0] != "train"}
             loss, _ = self._run("train_batch", data_iter, self.num_microbatches, trains=True)
             self.num_steps += 1
             if optimizer is not None:
@@ -260,9 +276,10 @@ class Pipeline(nn.Module):
             keeps_outputs=keeps_outputs,
             computes_loss=computes_loss,
         )
-        self._execute(step, m)
-        outputs = [step.outputs[i] for i in sorted(step.outputs)] if step.outputs else None
-        return self._mean_loss(step, shares), outputs
+        with self._tuner.timed_step() if trains and self._tuner is not None else nullcontext():
+            self._execute(step, m)
+            loss = self._mean_loss(step, shares)
+        return loss, [step.outputs[i] for i in sorted(step.outputs)] if step.outputs else None
 
     def _execute(self, step: Step, m: int) -> None:
         executor = self._executor("train" if step.trains else "eval", m)
@@ -270,10 +287,11 @@ class Pipeline(nn.Module):
         if self._gradients is None or self._gradients.root is not root:
             self._gradients = Gradients(root, self._parameters_of_stages(), self._shared)
         gradients = self._gradients
+        meter = self._tuner.meter() if step.trains and self._tuner is not None else None
         gradients.begin()
         try:
             with restored_randomness(self._mesh.device):
-                executor.run(step, gradients, self._spans)
+                executor.run(step, gradients, self._spans, meter)
         except BaseException:
             for channel in self._channels.values():
                 channel.abandon()
@@ -357,9 +375,20 @@ class Pipeline(nn.Module):
             raise
 
 
-def _schedules(
-    schedule: str | plan.PipelineSchedule, num_ranks: int, num_chunks: int | None
-) -> Callable[[int], plan.PipelineSchedule]:
+def _tuner(schedule: Any, mesh: Mesh, num_chunks: int | None) -> AutoTuner | None:
+    """What makes the schedules where they are to be made for measured costs."""
+    if isinstance(schedule, str) and schedule == "auto":
+        schedule = AutoSchedule()
+    if not isinstance(schedule, AutoSchedule):
+        return None
+    if num_chunks not in (None, 1):
+        raise ConfigError(
+            f"Pipeline(schedule='auto', num_chunks={num_chunks}): each rank gets one stage; leave num_chunks out"
+        )
+    return AutoTuner(schedule, mesh)
+
+
+def _schedules(schedule: Any, num_ranks: int, num_chunks: int | None) -> Callable[[int], plan.PipelineSchedule]:
     """The schedule for a number of micro-batches."""
 
     def made(num_microbatches: int) -> plan.PipelineSchedule:
