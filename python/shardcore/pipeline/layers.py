@@ -113,7 +113,7 @@ def boundaries_of(layers: Sequence[Layer], partition: Partition, num_stages: int
         pattern = partition.removeprefix("type:")
         return plan.partition_by_class([layer.class_name for layer in layers], pattern, num_stages)
     raise ConfigError(
-        f"partition={partition!r}: expected 'uniform', 'parameters', 'type:REGEX', or a list of boundaries"
+        f"partition={partition!r}: expected 'uniform', 'parameters', 'profile', 'type:REGEX', or a list of boundaries"
     )
 
 

@@ -18,8 +18,9 @@ from shardcore.pipeline import data as micro_batches
 from shardcore.pipeline.auto import AutoReport, AutoSchedule, AutoTuner
 from shardcore.pipeline.executor import Executor, Step
 from shardcore.pipeline.gradients import Gradients
-from shardcore.pipeline.layers import Builder, BuiltLayer, Partition, as_layers, boundaries_of, find_ties
+from shardcore.pipeline.layers import Builder, BuiltLayer, Layer, Partition, as_layers, boundaries_of, find_ties
 from shardcore.pipeline.placement import Placement
+from shardcore.pipeline.profile import measure_layers
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
 from shardcore.pipeline.recompute import Recompute, run_layers
 from shardcore.pipeline.split import WeightGradients
@@ -47,12 +48,14 @@ class Pipeline(nn.Module):
         num_microbatches: micro-batches of a step, on each data-parallel rank.
         num_chunks: stages on each rank; None is the schedule's own number.
         loss_fn: ``(output, labels) -> scalar``, the mean over the micro-batch; None if the last layer returns the loss.
-        partition: see :func:`shardcore.pipeline.layers.boundaries_of`.
+        partition: ``"profile"``: by the time that each layer takes; else see
+            :func:`shardcore.pipeline.layers.boundaries_of`.
         reduce: ``"once"`` a step, behind a stage's last backward, or ``"per_microbatch"``, which needs only one bucket
             of gradients at stages 2 and 3, at that many times the traffic.
         normalize: ``"microbatches"``: each counts the same; ``"tokens"``: as many times as it has labels other than
             -100, over all data-parallel ranks; or a function of the labels that gives a micro-batch's weight.
         recompute: which layers compute their activations again in backward instead of keeping them.
+        example: the inputs of a micro-batch, on every rank, for ``partition="profile"``, which runs the layers on it.
         seed: what layers built from specs, and random numbers in training, are drawn from (``docs/pipeline.md``).
 
     Raises:
@@ -74,6 +77,7 @@ class Pipeline(nn.Module):
         normalize: Normalize = "microbatches",
         recompute: Recompute | None = None,
         seed: int = 0,
+        example: Any = None,
     ) -> None:
         super().__init__()
         self._mesh, self._normalize, self.seed = mesh, normalize, seed
@@ -89,10 +93,11 @@ class Pipeline(nn.Module):
         self.num_microbatches = num_microbatches
         self.num_steps = 0
         """Steps taken; part of what random numbers are drawn from, so set it when you resume."""
+        self.layer_seconds: list[float] | None = None
+        """Of every layer of the model, where the partition was made for them."""
         layers = as_layers(model, mesh.device)
         first = self._schedule_of(num_microbatches)
-        boundaries = boundaries_of(layers, partition, first.num_stages // first.num_chains)
-        self._placement = Placement(mesh, first, layers, boundaries, find_ties(layers))
+        self._placement = self._place(first, layers, partition, example)
         self._placement.check_agreement()
         self._stages = self._build(Builder(layers, seed))
         self.to(mesh.device)
@@ -101,9 +106,7 @@ class Pipeline(nn.Module):
         self._shared = self._placement.shared_weights(built)
         self._channels = comm.channels(mesh, "pp", self._placement.edges())
         self._weight_gradients = WeightGradients(mesh.device)
-        if self._tuner is not None or any(
-            action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)
-        ):
+        if self._tuner is not None or _splits_backward(first):
             self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
         self._gradients: Gradients | None = None
@@ -149,6 +152,8 @@ class Pipeline(nn.Module):
         """Which layers run in which stage, on which rank, and what part of the weights has a gradient of its own."""
         split, whole = self._weight_gradients.num_split, self._weight_gradients.num_whole
         lines = [self._placement.explain()]
+        if self.layer_seconds is not None:
+            lines.append("ms of layers: " + ", ".join(f"{1e3 * each:.3f}" for each in self.layer_seconds))
         if split + whole:
             lines.append(f"backward split for {split} of {split + whole} trainable elements of this rank")
         if self.auto_report is not None:
@@ -346,6 +351,23 @@ class Pipeline(nn.Module):
         lowered.check(comm="directed")
         return lowered
 
+    def _place(
+        self, schedule: plan.PipelineSchedule, layers: Sequence[Layer], partition: Partition, example: Any
+    ) -> Placement:
+        """Cut the layers into the schedule's stages, by measured times where these are asked for."""
+        per_chain = schedule.num_stages // schedule.num_chains
+        if partition == "profile":
+            if example is None:
+                raise ConfigError(
+                    "Pipeline(partition='profile') runs the layers to measure them: pass example=<the inputs of a "
+                    "micro-batch> on every rank"
+                )
+            with self._reporting():
+                self.layer_seconds = measure_layers(layers, example, self._mesh, self._recompute, self.seed)
+            partition = plan.partition_layers(self.layer_seconds, per_chain)
+        boundaries = boundaries_of(layers, partition, per_chain)
+        return Placement(self._mesh, schedule, layers, boundaries, find_ties(layers))
+
     def _parameters_of_stages(self) -> dict[int, list[nn.Parameter]]:
         return {
             stage: [p for _, b in layers if isinstance(b.module, nn.Module) for p in b.module.parameters()]
@@ -373,6 +395,10 @@ class Pipeline(nn.Module):
         except Exception as error:
             comm.report_failure(error)
             raise
+
+
+def _splits_backward(schedule: plan.PipelineSchedule) -> bool:
+    return any(action.kind == "W" for rank in range(schedule.num_ranks) for action in schedule.program(rank))
 
 
 def _tuner(schedule: Any, mesh: Mesh, num_chunks: int | None) -> AutoTuner | None:
