@@ -11,9 +11,10 @@ from torch import nn
 
 from shardcore import plan
 from shardcore.errors import ConfigError
+from shardcore.pipeline.model_part import ModelPart
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
-from shardcore.pipeline.transformers_model import ModelPart, has_plan, parts_of
+from shardcore.pipeline.transformers_model import is_transformers_model, parts_of
 from shardcore.protocols import splits_sequence
 
 Partition = str | Sequence[int]
@@ -55,7 +56,7 @@ class Tie:
 
 def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     """The chain of layers of an ``nn.Sequential``, of a list of modules, functions and LayerSpecs, or of a Hugging Face
-    model with a pipeline plan.
+    model.
 
     Raises:
         ConfigError: anything else, an entry that cannot be called, or a model whose activations are split along the
@@ -70,13 +71,12 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):
         named = ((str(i), layer) for i, layer in enumerate(model))
-    elif has_plan(model):
+    elif is_transformers_model(model):
         named = parts_of(model, device or torch.device("cpu")).items()
     else:
         raise ConfigError(
-            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model "
-            "whose configuration has a base_model_pp_plan, or a list of modules, functions and LayerSpecs of which "
-            "each takes what the one before returns"
+            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model, "
+            "or a list of modules, functions and LayerSpecs of which each takes what the one before returns"
         )
     layers = [Layer(name, source) for name, source in named]
     for layer in layers:

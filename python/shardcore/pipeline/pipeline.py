@@ -19,6 +19,7 @@ from shardcore.pipeline.auto import AutoReport, AutoSchedule, AutoTuner
 from shardcore.pipeline.executor import Executor, Step
 from shardcore.pipeline.gradients import Gradients
 from shardcore.pipeline.layers import Builder, BuiltLayer, Layer, Partition, as_layers, boundaries_of, find_ties
+from shardcore.pipeline.model_part import ModelPart
 from shardcore.pipeline.placement import Placement
 from shardcore.pipeline.profile import measure_layers
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
@@ -26,7 +27,7 @@ from shardcore.pipeline.recompute import Recompute, run_layers
 from shardcore.pipeline.split import WeightGradients
 from shardcore.pipeline.trace import Span
 from shardcore.pipeline.trace import save as save_trace
-from shardcore.pipeline.transformers_model import ModelPart, has_plan, loss_of
+from shardcore.pipeline.transformers_model import is_transformers_model, loss_of
 from shardcore.pipeline.weights import Normalize, loss_weights
 from shardcore.protocols import attach_pipeline, find_root
 
@@ -40,8 +41,8 @@ class Pipeline(nn.Module):
 
     Args:
         model: an ``nn.Sequential``; a list of modules, functions and :class:`LayerSpec` in which each layer takes what
-            the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model with a
-            pipeline plan, whose micro-batches are its keyword arguments.
+            the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model, whose
+            micro-batches are its keyword arguments.
         mesh: its ``pp`` axis is the pipeline.
         schedule: a name of :func:`shardcore.plan.pipeline_schedule`, a schedule that is not lowered, or ``"auto"``: one
             that is made for what the first steps cost; :class:`AutoSchedule` says how.
@@ -81,7 +82,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self._mesh, self._normalize, self.seed = mesh, normalize, seed
-        self._loss_fn = loss_of(model) if loss_fn is None and has_plan(model) else loss_fn
+        self._loss_fn = loss_of(model) if loss_fn is None and is_transformers_model(model) else loss_fn
         if reduce not in _REDUCE:
             raise ConfigError(f"Pipeline(reduce={reduce!r}): expected 'once' or 'per_microbatch'")
         if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):

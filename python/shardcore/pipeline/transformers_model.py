@@ -13,44 +13,34 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.pipeline.model_blocks import parts_of_blocks
+from shardcore.pipeline.model_part import ModelPart
 
 HIDDEN = "inputs_embeds"
 
 
-class ModelPart(nn.Module):
-    """Some modules of a model, under their names there, and how they act on the keyword arguments that travel."""
-
-    def __init__(self, parts: dict[str, nn.Module], act: Callable[[dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._modules.update(parts)
-        self.class_name = type(next(iter(parts.values()))).__name__
-        self._acts = [act]  # in a list, as what it refers to is no child of this module
-
-    def forward(self, value: Any) -> Any:
-        """The arguments for the next part, or the logits."""
-        return self._acts[0](dict(value) if isinstance(value, Mapping) else {"input_ids": value})
-
-
-def has_plan(model: Any) -> bool:
-    """Whether the model says how it is cut."""
-    return isinstance(model, nn.Module) and bool(getattr(getattr(model, "config", None), "base_model_pp_plan", None))
+def is_transformers_model(model: Any) -> bool:
+    """Whether it is a Hugging Face model."""
+    return isinstance(model, nn.Module) and hasattr(model, "config") and hasattr(model, "base_model_prefix")
 
 
 def parts_of(model: Any, device: torch.device) -> dict[str, ModelPart]:
-    """The links by name: the embedding, each block, and the head with what precedes it.
+    """The links by name: the embedding, each block, and the head with what precedes it. By the model's plan, where it
+    has one of this form, else by :func:`parts_of_blocks`.
 
     Raises:
-        ConfigError: the plan has no embedding or no list of blocks.
+        ConfigError: it cannot be cut by itself.
     """
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     base = getattr(model, prefix) if prefix else model
-    names = list(model.config.base_model_pp_plan)
-    lists = [name for name in names if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1 or names.index(lists[0]) != 1:
-        raise ConfigError(
-            f"Pipeline: the plan of {type(model).__name__} is {names}; expected an embedding, one list of blocks, and "
-            "what follows. Pass a list of layers instead"
-        )
+    names = list(getattr(model.config, "base_model_pp_plan", None) or ())
+    if len(names) < 2 or not isinstance(getattr(base, names[1], None), nn.ModuleList):
+        return parts_of_blocks(model, device)
+    return _parts_of_plan(model, prefix, names, device)
+
+
+def _parts_of_plan(model: Any, prefix: str, names: list[str], device: torch.device) -> dict[str, ModelPart]:
+    base = getattr(model, prefix) if prefix else model
     embedding, blocks, *after = names
     dot = f"{prefix}." if prefix else ""
     bare = _without(base, names)
@@ -62,7 +52,7 @@ def parts_of(model: Any, device: torch.device) -> dict[str, ModelPart]:
     identities = {name: nn.Identity() for name in after}
     for i, block in enumerate(getattr(base, blocks)):
         inner = _without(bare, [], {blocks: nn.ModuleList([block]), **identities})
-        links[f"{dot}{blocks}.{i}"] = ModelPart({f"{dot}{blocks}.{i}": block}, _run(inner))
+        links[f"{dot}{blocks}.{i}"] = ModelPart({f"{dot}{blocks}.{i}": block}, _run(inner), inner)
     last = {name: getattr(base, name) for name in after}
     inner = _without(bare, [], {blocks: nn.ModuleList(), **last})
     heads = {name: child for name, child in model._modules.items() if child is not base and child is not None}
@@ -70,7 +60,7 @@ def parts_of(model: Any, device: torch.device) -> dict[str, ModelPart]:
     if not parts:
         raise ConfigError(f"Pipeline: nothing follows the blocks of {type(model).__name__}; pass a list of layers")
     outer = _without(model, [], {prefix: inner}) if prefix else inner
-    links[next(reversed(parts))] = ModelPart(parts, _finish(outer))
+    links[next(reversed(parts))] = ModelPart(parts, _finish(outer), outer)
     return links
 
 
