@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.crew import Crew
+from shardcore.checkpoint.deepspeed import looks_like_deepspeed
 from shardcore.checkpoint.foreign import Foreign
 from shardcore.checkpoint.holding import BUFFER, keeper_of_masters, role_of_rank, root_of
 from shardcore.checkpoint.matching import Match, match
@@ -70,7 +71,7 @@ def load(
     root = root_of(model, "checkpoint.load")
     crew = Crew(everyone(root))
     settle(crew)
-    stored, notes = crew.do("opening a checkpoint", lambda: open_checkpoint(Path(path), tag))
+    stored, notes = crew.do("opening a checkpoint", lambda: _open(Path(path), tag))
     _agree(crew, stored)
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.load"))
     crew.do("checking files", lambda: stored.check_headers(crew.rank, crew.axis.size))
@@ -92,6 +93,18 @@ def load(
         for note in report.notes:
             _log.warning("%s", note)
     return Loaded(stored.client_state, report)
+
+
+def _open(path: Path, tag: str | None) -> tuple[Stored, list[str]]:
+    try:
+        return open_checkpoint(path, tag)
+    except CheckpointError as error:
+        if not looks_like_deepspeed(path, tag):
+            raise
+        raise CheckpointError(
+            f"{path} was saved by DeepSpeed: make a checkpoint of it first, on one process, by shardcore ckpt "
+            f"import-deepspeed or shardcore.checkpoint.import_deepspeed({str(path)!r}, out), and load that"
+        ) from error
 
 
 def _agree(crew: Crew, stored: Stored) -> None:

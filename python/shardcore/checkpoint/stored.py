@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +28,24 @@ class Read:
     start: int
     stop: int
     out: torch.Tensor
+
+
+class Source(Protocol):
+    """A checkpoint of any form that can be read."""
+
+    tensors: dict[Key, dict[str, Any]]
+    """Role, name, dtype and shape of each, as in an index."""
+    training: dict[str, Any]
+    """As in an index."""
+
+    def shape(self, key: Key) -> list[int]:
+        """The unsharded shape of a tensor."""
+
+    def dtype(self, key: Key) -> torch.dtype:
+        """The dtype in which a tensor is kept."""
+
+    def read(self, wanted: Iterable[Read]) -> None:
+        """Read all of these; converted where dtypes differ."""
 
 
 class Stored:

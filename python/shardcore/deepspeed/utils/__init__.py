@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardcore import optim, zero
+from shardcore.deepspeed.utils import zero_to_fp32
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -30,6 +31,7 @@ __all__ = [
     "safe_update_full_grad_vectorized",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
+    "zero_to_fp32",
 ]
 
 safe_get_full_fp32_param = zero.full_master
