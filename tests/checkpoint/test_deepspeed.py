@@ -129,7 +129,7 @@ def go_on_in_stages(folder: str, num_stages: int) -> list[float]:
     return [float(engine.train_batch(iter(small.micro_batches(step)))) for step in steps]
 
 
-@pytest.mark.parametrize("num_stages", [1])
+@pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_pipeline_goes_on_in_any_number_of_stages(num_stages: int, tmp_path: Path) -> None:
     sc.checkpoint.import_deepspeed(FIXTURES / "pipeline", tmp_path)
     for losses in run_spmd(go_on_in_stages, num_stages, str(tmp_path), num_stages):

@@ -21,7 +21,8 @@ from shardcore.checkpoint.pending import settle
 from shardcore.checkpoint.report import Loaded, Report
 from shardcore.checkpoint.resuming import check_optimizer, load_counters, load_options, load_states
 from shardcore.checkpoint.saving import everyone
-from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, weight_key
+from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, reads_of, weight_key
+from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, gather_parts, restore_random_state
 from shardcore.checkpoint.values import decode
 from shardcore.errors import CheckpointError, RankMismatchError
@@ -73,6 +74,7 @@ def load(
     settle(crew)
     stored, notes = crew.do("opening a checkpoint", lambda: _open(Path(path), tag))
     _agree(crew, stored)
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.load"))
     crew.do("checking files", lambda: stored.check_headers(crew.rank, crew.axis.size))
     report = Report(path=stored.folder, world=int(stored.training.get("world", 0)), notes=notes)
@@ -172,8 +174,9 @@ def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> lis
         for slot in group.slots:
             name = found.weights.get(slot.name)
             start, stop, offset = group.local_range(slot)
-            if name is not None and stop > start and slot not in on_disk:
-                reads.append(Read(weight_key(name), start, stop, memory[offset : offset + stop - start]))
+            if name is not None and slot not in on_disk:
+                out = memory[offset : offset + stop - start]
+                reads += reads_of(weight_key(name), slot.param, (start, stop), out)
     return reads
 
 
@@ -254,6 +257,7 @@ def from_hf(
     crew = Crew(everyone(root))
     settle(crew)
     stored = crew.do("opening files", lambda: Foreign(path, rename))
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.from_hf"))
     found = crew.do("matching names", lambda: match(model, root, stored))
     found.used.update(stored.left_out)

@@ -120,6 +120,10 @@ class Pipeline(nn.Module):
         """The axis over which the stages lie."""
         return self._mesh["pp"]
 
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank that other stages hold, too, by names that are the same on all ranks."""
+        return {weight.name: weight.param for weight in self._shared}
+
     def counts_in_norm(self, param: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global gradient norm: one rank does for each parameter."""
         return all(weight.axis.rank == 0 for weight in self._shared if weight.param is param)

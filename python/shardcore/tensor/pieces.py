@@ -17,6 +17,7 @@ import torch
 from shardcore import comm
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis
+from shardcore.protocols import Runs
 
 Range = tuple[int, int]
 
@@ -30,6 +31,17 @@ def even_ranges(length: int, num_ranks: int, start: int = 0) -> list[Range]:
         ranges.append((start, stop))
         start = stop
     return ranges
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in the same order, in as few ranges as possible."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +120,31 @@ class Pieces:
     def counted_flat_ranges(self) -> list[Range]:
         """As :meth:`counted_ranges`, as ranges of the flattened part."""
         return self._counted_flat_ranges
+
+    def flat_parts(self) -> list[tuple[int, int, int, Runs | None]]:
+        """Where this rank's flattened part stands in the flattened whole: (start, stop, begin, runs) of each range of
+        it, whose elements are those from ``begin`` on, of the whole or of these runs of it.
+
+        Raises:
+            ConfigError: several ranges of another dim than the first.
+        """
+        ranges, inner = _joined(self.ranges[self.axis.rank]), prod(self.full_shape[self.dim + 1 :])
+        outer = prod(self.full_shape[: self.dim])
+        if outer == 1:
+            parts, offset = list[tuple[int, int, int, Runs | None]](), 0
+            for start, stop in ranges:
+                end = offset + (stop - start) * inner
+                parts.append((offset, end, start * inner, None))
+                offset = end
+            return parts
+        if len(ranges) > 1:
+            raise ConfigError(
+                f"a parameter of shape {self.full_shape} has {len(ranges)} ranges of its dim {self.dim} on one rank, "
+                "which checkpoints keep for dim 0 only"
+            )
+        length, extent = sum(stop - start for start, stop in ranges) * inner, self.full_shape[self.dim] * inner
+        runs = (ranges[0][0] * inner, length, extent) if 0 < length < extent else None
+        return [(0, outer * length, 0, runs)]
 
     def shared_ranges(self) -> list[Range]:
         """The ranges of this rank's part along ``dim`` that other ranks hold, too."""
