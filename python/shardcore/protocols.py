@@ -258,6 +258,10 @@ class ShardedOptimizerMark:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
         raise NotImplementedError
 
+    def scale_again(self, root: Any) -> None:
+        """A backward is about to add to gradients: put back the loss scale where it was taken out of them."""
+        raise NotImplementedError
+
     def states(self) -> list[torch.Tensor]:
         """The tensors of its states on this rank."""
         raise NotImplementedError
