@@ -23,6 +23,7 @@ from shardcore.comm.quantized import packed_nbytes
 from shardcore.comm.route import Coding, Route
 from shardcore.comm.settings import agree_on_settings
 from shardcore.comm.steps import After
+from shardcore.comm.torch_calls import torch_call, world_group
 from shardcore.comm.watch import (
     RankFailedError,
     check_level,
@@ -75,7 +76,9 @@ __all__ = [
     "sum_tensor",
     "swap_rows",
     "timeout_s",
+    "torch_call",
     "traffic",
     "traffic_by_edge",
     "unpack",
+    "world_group",
 ]

@@ -439,7 +439,8 @@ def _build_inner(
             return build(groups)
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"the optimizer refused its options or this rank's pieces of parameters, which are vectors: {error}"
+            f"{error} (so says the optimizer; if its options are right: it is given parameters in pieces, as vectors, "
+            "which optimizers of whole matrices such as Muon cannot update)"
         ) from error
 
 

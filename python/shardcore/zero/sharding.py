@@ -95,7 +95,7 @@ def shard(
     precision = Precision.of(precision)
     communication = expect("communication", communication or Communication(), Communication)
     check_offload(offload, policy)
-    prefetch = _limits(budget, prefetch)
+    prefetch = _limits(budget, prefetch, policy)
     mesh = as_mesh(mesh, module)
     check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = {experts: choose_axes(mesh, policy, communication, experts=experts) for experts in (False, True)}
@@ -146,9 +146,14 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     )
 
 
-def _limits(budget: int | None, prefetch: PrefetchLimits | None) -> PrefetchLimits | None:
+def _limits(budget: int | None, prefetch: PrefetchLimits | None, policy: Policy) -> PrefetchLimits | None:
     if budget is None:
         return None if prefetch is None else expect("prefetch", prefetch, PrefetchLimits)
+    if policy.stage < 3:
+        raise ConfigError(
+            f"shard(stage={policy.stage}, budget={budget!r}): below stage 3 parameters are whole all the time, so that "
+            "no budget bounds them; use stage=3, or leave the budget out"
+        )
     if prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
     return PrefetchLimits(budget=budget)
