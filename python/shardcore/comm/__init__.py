@@ -4,7 +4,7 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
+from shardcore.comm.activations import Pending, equal_parts, gather_dim, pass_on, reduce_dim, sum_tensor, swap_rows
 from shardcore.comm.agree import (
     agree_on,
     exchange,
@@ -73,6 +73,7 @@ __all__ = [
     "note_alike",
     "note_choice",
     "packed_nbytes",
+    "pass_on",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_dim",
@@ -82,6 +83,7 @@ __all__ = [
     "settle",
     "sum_over_ranks",
     "sum_tensor",
+    "swap_rows",
     "timeout_s",
     "torch_call",
     "traffic",

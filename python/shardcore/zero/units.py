@@ -1,7 +1,8 @@
 """Which modules are the units of sharding, and which parameter belongs to which.
 
 A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that
-holds it; one that several units hold (tied weights) is a unit of its own, which all of them use.
+holds it; one that several units hold (tied weights) is a unit of its own, which all of them use. Experts that lie over
+the expert axis are units beside that of their block.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore.blocks import Units, choose_blocks
 from shardcore.errors import ConfigError
+from shardcore.protocols import find_experts
 from shardcore.zero.leaves import with_leaves
 
 _OWN_UNIT_NUMEL = 1 << 16
@@ -30,6 +32,8 @@ class UnitSpec:
     name: str
     modules: list[nn.Module]
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    holds_experts: bool = False
+    """Its parameters lie over the expert axis: they are sharded over fewer ranks than others."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,13 @@ def assign_units(model: nn.Module, units: Units) -> Assignment:
         aliases.setdefault(param, []).append(name)
         if owner not in users.setdefault(param, []):
             users[param].append(owner)
-    specs: dict[tuple[nn.Module, ...], UnitSpec] = {}
+    specs: dict[tuple[tuple[nn.Module, ...], bool], UnitSpec] = {}
     for param, owners in users.items():
-        key = tuple(owners)
+        is_expert = find_experts(param) is not None
+        key = (tuple(owners), is_expert)
         if key not in specs:
-            specs[key] = UnitSpec("+".join(names[m] or "root" for m in owners), list(owners))
+            name = "+".join(names[m] or "root" for m in owners) + (" experts" if is_expert else "")
+            specs[key] = UnitSpec(name, list(owners), holds_experts=is_expert)
         specs[key].params[aliases[param][0]] = param
     return Assignment(list(specs.values()), {p: tuple(a) for p, a in aliases.items()})
 
