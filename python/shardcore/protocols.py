@@ -87,8 +87,8 @@ class ShardedGroup(Protocol):
         """Whether masters are kept beside the parameters."""
 
     @property
-    def masters_are_here(self) -> bool:
-        """False where they rest on a disk, with the states."""
+    def masters_are_away(self) -> bool:
+        """Whether they rest on a disk, with the states, and are here in steps only."""
 
     def copy_of_own(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of ``own``: a view, but a copy where it rests on a disk. Any thread may call it."""

@@ -135,7 +135,7 @@ def hold(
 def keeper_of_masters(root: ShardedRoot) -> ShardedOptimizerMark | None:
     """The optimizer with which the master weights rest on a disk, if they do."""
     for group in root.groups:
-        if group.trainable and not group.masters_are_here:
+        if group.trainable and group.masters_are_away:
             return next(iter(root.live_optimizers()), None)
     return None
 
@@ -167,9 +167,9 @@ def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerM
             start, stop, offset = group.local_range(slot)
             key, shape = (WEIGHT, slot.name), list(slot.param.shape)
             part = slice(offset, offset + stop - start)
-            if group.has_masters and group.masters_are_here:
+            if group.has_masters and not group.masters_are_away:
                 holding.add(key, (group.master.dtype, shape), Piece(key, start, stop, group.master[part]))
-            elif group.masters_are_here or keeper is None or not keeper.holds(slot.param):
+            elif not group.masters_are_away or keeper is None or not keeper.holds(slot.param):
                 holding.rests_on_disk |= group.rests_on_disk
                 source = _source(group, part) if group.rests_on_disk else group.own[part]
                 holding.add(key, (slot.param.dtype, shape), Piece(key, start, stop, source))

@@ -31,7 +31,7 @@ class Edits(RestingShard):
     releases: bool
     shard_axis: Axis
     num_edits = 1
-    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    """How often masters on a disk were to be taken from the parameters anew; the first time is at the start."""
     _frees: bool
     """Whether the whole parameters leave no memory behind when they are released."""
     _slice: slice
@@ -133,13 +133,13 @@ class Edits(RestingShard):
             self.reshard()
         else:
             self.complete()  # a gather under way sends what is about to change
-        return self.master if self.masters_are_here else self.own
+        return self.own if self.masters_are_away else self.master
 
     def end_load(self) -> None:
         """What :meth:`begin_load` gave was filled. Collective over the shard axis."""
-        if not self.masters_are_here:  # they rest on a disk, and take what they do not round to already
+        if self.masters_are_away:
             self.num_edits += 1
-        self.publish(copied=not self.masters_are_here)
+        self.publish(copied=self.masters_are_away)
 
     def publish(self, *, copied: bool = False) -> None:
         """Make the masters the parameters."""
@@ -157,7 +157,7 @@ class Edits(RestingShard):
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
         the masters keep their full precision.
         """
-        if not self.masters_are_here:
+        if self.masters_are_away:
             self.num_edits += 1
         elif self.has_masters:
             own, master = self.own_to_read[part], self.master[part]

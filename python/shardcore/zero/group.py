@@ -103,7 +103,6 @@ class ShardGroup(Edits, JoinsGathers):
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
-        self.shard_numel = layout.shard_numel
         self._stored = memory.stored
         self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
         self._own = self._make_own(memory.own)

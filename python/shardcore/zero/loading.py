@@ -24,8 +24,9 @@ def load_state_dict(
 ) -> Any:
     """Load whole parameters and buffers into a sharded model, at any stage. Collective over the data-parallel axis.
 
-    Values are taken in their own precision: 16-bit parameters round them, their masters do not. Gradients and optimizer
-    states stay. What ``model.load_state_dict`` would leave to hooks of modules (renaming old keys) is not done here.
+    Values are taken in their own precision: 16-bit parameters round them, their masters do not, unless these rest on a
+    disk. Gradients and optimizer states stay. What ``model.load_state_dict`` would leave to hooks of modules (renaming
+    old keys) is not done here.
 
     Args:
         state_dict: unsharded names to whole tensors, on any device. A tied parameter may stand under any of its names.

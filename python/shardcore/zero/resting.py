@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from shardcore.offload import ShardStore, StoredShard
+    from shardcore.plan import ShardLayout
 
 
 class RestingShard:
@@ -15,11 +16,15 @@ class RestingShard:
     another group's is: what works on shards works on one group after the other.
     """
 
-    shard_numel: int
-    """Elements of the shard."""
+    layout: ShardLayout
     _own: torch.Tensor
     _stored: StoredShard | None
     _master: torch.Tensor | None
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the shard."""
+        return self.layout.shard_numel
 
     @property
     def rests_on_disk(self) -> bool:
@@ -63,9 +68,9 @@ class RestingShard:
         return self._master is not None
 
     @property
-    def masters_are_here(self) -> bool:
-        """False where they rest on a disk, with the states."""
-        return self._master is None or self._master.numel() == self.shard_numel
+    def masters_are_away(self) -> bool:
+        """Whether they rest on a disk, with the states, and are here in steps only."""
+        return self._master is not None and self._master.numel() != self.shard_numel
 
     def _note_device_read(self) -> None:
         """The device has been told to read ``own_to_read``."""
