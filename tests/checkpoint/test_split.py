@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks, pipeline stages, ZeRO stages and copies: saved in one arrangement, loaded in any other."""
+"""Tensor-parallel ranks, experts, stages and copies: saved in one arrangement, loaded in any other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import shardcore as sc
 from shardcore.checkpoint.stored import open_checkpoint
 from shardcore.errors import CheckpointError
 from shardcore.pipeline import Pipeline
+from shardcore.tensor import MixtureOfExperts
 from shardcore.testing import run_spmd, spmd
 
 VOCABULARY, WIDTH, HIDDEN, NUM_BLOCKS, ROWS = 11, 8, 12, 4, 12
@@ -182,6 +183,44 @@ def test_a_training_moves_between_any_two_arrangements(
     tmp_path_factory: pytest.TempPathFactory, first: Spread, second: Spread
 ) -> None:
     move(first, second, str(tmp_path_factory.mktemp("move")))
+
+
+def experts(sizes: dict[str, int], stage: int, seed: int) -> tuple[sc.Mesh, nn.Module, Any]:
+    """A layer of experts, over an axis of theirs and the tensor axis."""
+    mesh = sc.Mesh(**sizes, device="cpu")
+    torch.manual_seed(seed)
+    model = sc.shard(MixtureOfExperts(6, 10, 8, 3, mesh), mesh, stage=stage)
+    return mesh, model, sc.optimizer("adamw", model, lr=1e-2)
+
+
+def save_experts(sizes: dict[str, int], stage: int, folder: str) -> None:
+    mesh, model, optimizer = experts(sizes, stage, seed=0)
+    model(torch.randn(5, 6, generator=torch.Generator().manual_seed(mesh.data_rank))).square().mean().backward()
+    optimizer.step()
+    sc.checkpoint.save(f"{folder}/first", model, optimizer)
+
+
+def load_experts(sizes: dict[str, int], stage: int, folder: str) -> None:
+    _, model, optimizer = experts(sizes, stage, seed=1)
+    sc.checkpoint.load(f"{folder}/first", model, optimizer)
+    sc.checkpoint.save(f"{folder}/second", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"ep": 2, "tp": 2}, {}),
+        ({"ep": 4}, {"tp": 2}),
+        ({"tp": 4}, {"ep": 2, "tp": 2}),
+        pytest.param({}, {"ep": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_experts_move_between_arrangements(first: dict[str, int], second: dict[str, int], tmp_path: Path) -> None:
+    run_spmd(save_experts, 4, first, 1, str(tmp_path))
+    run_spmd(load_experts, 4 if second else 1, second, 3, str(tmp_path))
+    assert sc.checkpoint.diff(tmp_path / "first", tmp_path / "second") == []
+    shape = sc.checkpoint.open_weights(tmp_path / "first")["experts.gate_up_proj"].shape
+    assert shape == (8, 20, 6)
 
 
 @spmd(world=2)

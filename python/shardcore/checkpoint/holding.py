@@ -12,7 +12,7 @@ from torch import nn
 
 from shardcore import _torch_private as private
 from shardcore import comm
-from shardcore.checkpoint.cutting import cuts, whole_shape
+from shardcore.checkpoint.cutting import Cut, cuts
 from shardcore.checkpoint.dtypes import dtype_of, name_of
 from shardcore.checkpoint.ties import Tie
 from shardcore.checkpoint.values import encode
@@ -21,18 +21,22 @@ from shardcore.protocols import (
     MASTER,
     HeldPiece,
     Runs,
+    ShardedGroup,
     ShardedOptimizerMark,
     ShardedRoot,
     find_root,
     find_slot,
+    whole_shape,
 )
 
 WEIGHT, BUFFER, STATE = "weight", "buffer", "state/"
 """Roles of tensors; a state's own name follows."""
 Key = tuple[str, str]
 """(role, name) of a tensor: ``("state/exp_avg", "layers.0.weight")``."""
-Held = tuple[torch.Tensor, int, int, torch.Tensor | None]
-"""A parameter as this rank has it, elements [start, stop) of it, flattened, and their values if they are here."""
+Source = torch.Tensor | Callable[[], torch.Tensor] | None
+"""Values on any device, or what brings them from a disk; None where the optimizer shows them when their turn comes."""
+Held = tuple[torch.Tensor, int, int, Source]
+"""A parameter as this rank has it, elements [start, stop) of it, flattened, and where their values are."""
 
 
 @dataclass(slots=True)
@@ -51,8 +55,8 @@ class Piece:
     key: Key
     start: int
     stop: int
-    source: torch.Tensor | None = None
-    """[stop - start] any device; None where the optimizer shows it when its turn comes."""
+    source: Source = None
+    """[stop - start]."""
     may_change: bool = False
     """A forward may change it: a buffer, or a parameter that sharding left out."""
     runs: Runs | None = None
@@ -73,7 +77,7 @@ class Holding:
     ties: dict[str, Tie] = field(default_factory=dict)
     """Of each parameter that other pipeline stages hold, too."""
     rests_on_disk: bool = False
-    """Master weights and states come from a disk."""
+    """Weights, or master weights and states, come from a disk."""
 
     def itemsize(self, piece: int) -> int:
         """Bytes of an element of a piece."""
@@ -93,10 +97,9 @@ class Holding:
     def add_range(self, key: Key, dtype: torch.dtype, held: Held) -> None:
         """Hold a range of a parameter of which this rank may have a part."""
         param, start, stop, source = held
-        self.add(key, (dtype, whole_shape(param)), Piece(key, 0, 0))
+        self.add(key, (dtype, list(whole_shape(param))), Piece(key, 0, 0))
         for cut in cuts(param, start, stop):
-            values = None if source is None else source[cut.offset : cut.offset + cut.numel]
-            self.pieces.append(Piece(key, cut.start, cut.stop, values, runs=cut.runs))
+            self.pieces.append(Piece(key, cut.start, cut.stop, _part(source, cut), runs=cut.runs))
 
 
 def root_of(model: nn.Module, what: str) -> ShardedRoot:
@@ -148,7 +151,7 @@ def hold(
 def keeper_of_masters(root: ShardedRoot) -> ShardedOptimizerMark | None:
     """The optimizer with which the master weights rest on a disk, if they do."""
     for group in root.groups:
-        if group.trainable and group.master.numel() != group.own.numel():
+        if group.trainable and group.masters_are_away:
             return next(iter(root.live_optimizers()), None)
     return None
 
@@ -173,20 +176,32 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerMark | None) -> None:
     for group in root.groups:
-        has_masters = group.master.numel() == group.own.numel()
         for slot in group.slots:
             name = holding.name_of(slot.name)
             names = holding.ties[slot.name].names if slot.name in holding.ties else slot.aliases
             holding.weights[name] = _weight_info(name, names, slot.param.dtype, trainable=group.trainable)
             start, stop, offset = group.local_range(slot)
-            key = (WEIGHT, name)
-            if has_masters or keeper is None or not keeper.holds(slot.param):
-                shard = group.master if has_masters else group.own
-                held = (slot.param, start, stop, shard[offset : offset + stop - start])
-                holding.add_range(key, shard.dtype, held)
+            key, part = (WEIGHT, name), slice(offset, offset + stop - start)
+            if group.has_masters and not group.masters_are_away:
+                holding.add_range(key, group.master.dtype, (slot.param, start, stop, group.master[part]))
+            elif not group.masters_are_away or keeper is None or not keeper.holds(slot.param):
+                holding.rests_on_disk |= group.rests_on_disk
+                source = _source(group, part) if group.rests_on_disk else group.own[part]
+                holding.add_range(key, slot.param.dtype, (slot.param, start, stop, source))
             else:
                 holding.rests_on_disk = True
-                holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), whole_shape(slot.param))
+                holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), list(whole_shape(slot.param)))
+
+
+def _part(source: Source, cut: Cut) -> Source:
+    within = slice(cut.offset, cut.offset + cut.numel)
+    if callable(source):
+        return lambda: source()[within]
+    return None if source is None else source[within]
+
+
+def _source(group: ShardedGroup, part: slice) -> Callable[[], torch.Tensor]:
+    return lambda: group.copy_of_own(part.start, part.stop)
 
 
 def _hold_others(holding: Holding, model: nn.Module, root: ShardedRoot, prints: list[list[int]]) -> None:
@@ -239,7 +254,7 @@ def read_in_order(
     num_here = sum(piece.source is not None for piece in holding.pieces)
     for number, piece in enumerate(holding.pieces[:num_here]):
         if piece.source is not None:
-            act(number, piece.source)
+            act(number, piece.source() if callable(piece.source) else piece.source)
     upcoming = deque(range(num_here, len(holding.pieces)))
 
     def show(held: HeldPiece, states: dict[str, torch.Tensor]) -> None:

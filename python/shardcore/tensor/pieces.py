@@ -124,27 +124,20 @@ class Pieces:
     def flat_parts(self) -> list[tuple[int, int, int, Runs | None]]:
         """Where this rank's flattened part stands in the flattened whole: (start, stop, begin, runs) of each range of
         it, whose elements are those from ``begin`` on, of the whole or of these runs of it.
-
-        Raises:
-            ConfigError: several ranges of another dim than the first.
         """
         ranges, inner = _joined(self.ranges[self.axis.rank]), prod(self.full_shape[self.dim + 1 :])
-        outer = prod(self.full_shape[: self.dim])
-        if outer == 1:
-            parts, offset = list[tuple[int, int, int, Runs | None]](), 0
+        outer, extent = prod(self.full_shape[: self.dim]), (*self.full_shape, 1)[self.dim] * inner
+        if outer > 1 and all(len(_joined(each)) <= 1 for each in self.ranges):
+            length = sum(stop - start for start, stop in ranges) * inner
+            runs = (ranges[0][0] * inner, length, extent) if 0 < length < extent else None
+            return [(0, outer * length, 0, runs)]
+        parts, offset = list[tuple[int, int, int, Runs | None]](), 0
+        for row in range(outer):
             for start, stop in ranges:
                 end = offset + (stop - start) * inner
-                parts.append((offset, end, start * inner, None))
+                parts.append((offset, end, row * extent + start * inner, None))
                 offset = end
-            return parts
-        if len(ranges) > 1:
-            raise ConfigError(
-                f"a parameter of shape {self.full_shape} has {len(ranges)} ranges of its dim {self.dim} on one rank, "
-                "which checkpoints keep for dim 0 only"
-            )
-        length, extent = sum(stop - start for start, stop in ranges) * inner, self.full_shape[self.dim] * inner
-        runs = (ranges[0][0] * inner, length, extent) if 0 < length < extent else None
-        return [(0, outer * length, 0, runs)]
+        return parts
 
     def shared_ranges(self) -> list[Range]:
         """The ranges of this rank's part along ``dim`` that other ranks hold, too."""

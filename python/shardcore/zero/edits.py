@@ -10,6 +10,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore.errors import StateError
 from shardcore.zero.guard import replaced_data
+from shardcore.zero.resting import RestingShard
 from shardcore.zero.state import ParamState
 
 if TYPE_CHECKING:
@@ -19,20 +20,18 @@ if TYPE_CHECKING:
     from shardcore.zero.saved import VersionCounters
 
 
-class Edits:
+class Edits(RestingShard):
     """Mixed into the group."""
 
     name: str
     full: torch.Tensor
-    own: torch.Tensor
-    master: torch.Tensor
     slots: Sequence[ParameterSlot]
     root: Any
     state: ParamState
     releases: bool
     shard_axis: Axis
     num_edits = 1
-    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    """How often masters on a disk were to be taken from the parameters anew; the first time is at the start."""
     _frees: bool
     """Whether the whole parameters leave no memory behind when they are released."""
     _slice: slice
@@ -81,15 +80,14 @@ class Edits:
         masters.
         """
         if self._frees:
-            self.own.copy_(self.full[self._slice])
-        self.num_edits += 1
+            self.own_to_fill.copy_(self.full[self._slice])
         self.invalidate_copies()
         self._refresh_masters(slice(None))
         self.note_versions()
 
     def adopt_edits_if_any(self) -> None:
         """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
-        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
+        if not self.has_masters or self.releases or "lp_params" in self.root.offloaded:
             return
         if self._memory_was_taken or self._versions != self.versions.now():
             self.complete()
@@ -127,24 +125,21 @@ class Edits:
 
     def begin_load(self) -> torch.Tensor:
         """The memory [shard_numel] that a checkpoint is loaded into: masters where these are here, else the shard of
-        the parameters. These show it after :meth:`end_load`; gathered ones are released.
+        the parameters, which is to be filled at once where it rests on a disk. Parameters show it after
+        :meth:`end_load`; gathered ones are released.
         """
         self.root.about_to_change()
         if self.releases:
             self.reshard()
         else:
             self.complete()  # a gather under way sends what is about to change
-        return self.master if self._has_masters else self.own
+        return self.own if self.masters_are_away else self.master
 
     def end_load(self) -> None:
         """What :meth:`begin_load` gave was filled. Collective over the shard axis."""
-        if not self._has_masters:  # they rest on a disk, and take what they do not round to already
+        if self.masters_are_away:
             self.num_edits += 1
-        self.publish(copied=not self._has_masters)
-
-    @property
-    def _has_masters(self) -> bool:
-        return self.master.numel() == self.own.numel()
+        self.publish(copied=self.masters_are_away)
 
     def publish(self, *, copied: bool = False) -> None:
         """Make the masters the parameters."""
@@ -162,6 +157,8 @@ class Edits:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
         the masters keep their full precision.
         """
-        if self.master is not self.own and self._has_masters:
-            own, master = self.own[part], self.master[part]
+        if self.masters_are_away:
+            self.num_edits += 1
+        elif self.has_masters:
+            own, master = self.own_to_read[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
