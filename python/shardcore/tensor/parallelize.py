@@ -181,7 +181,7 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
     if made.sequence:
         mark_sequence_split(made.model)
         _sum_sequence_gradients(made, axis)
-        split_sequence_between(made.model, made.sequence, axis)
+        split_sequence_between(made.sequence, axis)
     for param in made.model.parameters():
         if find_pieces(param) is None:
             attach_pieces(param, Pieces.whole(axis, param.shape))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcore import comm
 from shardcore.errors import ConfigError
-from shardcore.protocols import find_tensor_axis
+from shardcore.protocols import find_pipeline, find_tensor_axis
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +49,7 @@ def check_arguments(
     """
     _check_axes(mesh)
     _check_tensor_axis(module, mesh)
+    _check_stages(module, mesh)
     settings = {
         "stage": policy.stage,
         "precision": precision,
@@ -68,6 +69,16 @@ def _check_axes(mesh: Mesh) -> None:
                 f"the mesh has {name}={num_ranks}, but {what} is not built yet: those ranks would repeat each other's "
                 f"work. Make the mesh without {name}, so that all ranks are data-parallel"
             )
+
+
+def _check_stages(module: nn.Module, mesh: Mesh) -> None:
+    """The model must be cut into the stages that the mesh has ranks for."""
+    if mesh["pp"].size > 1 and find_pipeline(module) is None:
+        raise ConfigError(
+            f"the mesh has pp={mesh['pp'].size}, but {type(module).__name__} is not one rank's stages: those ranks "
+            "would repeat each other's work. Give shardcore.shard a shardcore.pipeline.Pipeline(model, mesh, ...), or "
+            "make the mesh without pp"
+        )
 
 
 def _check_tensor_axis(module: nn.Module, mesh: Mesh) -> None:
