@@ -147,7 +147,13 @@ def build_model(args: argparse.Namespace) -> nn.Module:
         raise SystemExit(f"--hf {args.hf}: {shorten(str(error), 200)}") from None
     if config.vocab_size < 256:
         raise SystemExit(f"--hf: text is read as bytes, so vocab_size must be at least 256, not {config.vocab_size}")
-    return AutoModelForCausalLM.from_config(config)
+    try:
+        return AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        raise SystemExit(
+            f"--hf {args.hf}: `transformers` has no model that continues text for model_type {config.model_type!r}; "
+            "give the configuration of one, such as gpt2, llama, qwen2 or mixtral"
+        ) from None
 
 
 def read_hf(path: Path) -> dict[str, Any]:

@@ -92,6 +92,20 @@ def test_blocks_run_twice_in_training_and_once_without_gradients() -> None:
     assert len(calls) == 5
 
 
+def test_e12_evaluations_between_training_steps_leave_nothing_in_the_contiguous_buffer() -> None:
+    """20 without gradients and 20 whose graph is dropped without a backward, of other sizes than in training."""
+    model = seeded(Stack)
+    expected = [passes(model, seed=seed) for seed in range(3)]
+    sc.activation.wrap(model, contiguous=True)
+    for seed, values in enumerate(expected):
+        for rows in range(1, 21):
+            with torch.no_grad():
+                model.eval()(torch.ones(rows, 5))
+            model(torch.ones(rows, 5))
+        model.train()
+        assert_bitwise(passes(model, seed=seed), values)
+
+
 def test_a_block_inside_another_region_is_a_part_of_it() -> None:
     model = sc.activation.wrap(seeded(Stack), offload="cpu")
     expected = passes(model)

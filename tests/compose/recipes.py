@@ -107,7 +107,6 @@ def why_not(r: Recipe) -> str:
         "states are offloaded where they are sharded": r.offload in ("cpu", "nvme") and r.stage == 0,
         "parameters are offloaded at stage 3": r.offload == "params" and r.stage < 3,
         "sixteen ranks": r.world > 8,
-        "refused: experts amid a split sequence": r.sequence == "sp" and r.model == "mixtral",
     }
     return next((reason for reason, holds in rules.items() if holds), "")
 

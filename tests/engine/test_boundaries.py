@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -63,3 +64,18 @@ def test_clearing_in_mid_window_starts_it_anew() -> None:
     backward(engine, 2)
     engine.step()
     assert engine.global_steps == 1
+
+
+@spmd(world=2)
+def test_a_window_of_backwards_without_steps_is_remarked_on_once() -> None:
+    engine = make(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(logging.getLogger("shardcore"), "warning", lambda text, *values: said.append(text % values))
+        for _ in range(2):
+            backward(engine, 0)
+            backward(engine, 1)
+            engine.step()
+    assert engine.global_steps == 1
+    assert len(said) == (engine.global_rank == 0)
+    assert all("one micro-batch of 2 for the 2 backwards" in text for text in said)

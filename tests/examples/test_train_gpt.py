@@ -112,7 +112,7 @@ def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
     assert re.fullmatch(r"val loss \d\.\d\d", lines[-1])
 
 
-LAMA = '{"model_type": "lama"}'
+LAMA, T5 = '{"model_type": "lama"}', '{"model_type": "t5", "num_layers": 1, "d_model": 8, "vocab_size": 256}'
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,12 @@ LAMA = '{"model_type": "lama"}'
         (["--hf", "tiny.txt"], "not valid JSON"),
         (["--hf", "list.json"], 'expected a JSON object with "model_type"'),
         (["--hf", "lama.json"], "Unrecognized model identifier: lama"),
+        (["--hf", "t5.json"], "no model that continues text for model_type 't5'"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: list[str], message: str) -> None:
-    for name, content in {"tiny.txt": "a = 1\n", "untyped.json": "{}", "list.json": "[]", "lama.json": LAMA}.items():
+    files = {"tiny.txt": "a = 1\n", "untyped.json": "{}", "list.json": "[]", "lama.json": LAMA, "t5.json": T5}
+    for name, content in files.items():
         (tmp_path / name).write_text(content)
     options = [str(tmp_path / option) if (tmp_path / option).exists() else option for option in options]
     command = [sys.executable, SCRIPT, "--out", tmp_path, *options]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import shardcore as sc
 from offload.given import names
@@ -63,6 +67,43 @@ def test_edits_reach_states_on_a_disk(tmp_path: Path) -> None:
             model.weight.copy_(torch.arange(5.0))
         step_with_gradient(model, optimizer, [0.0] * 5)
         assert model.weight.tolist() == [i - 0.5 for i in range(5)]
+
+
+LOADS: dict[str, Callable[[nn.Module, dict[str, torch.Tensor], Path], object]] = {
+    "by the model": lambda model, weights, path: model.load_state_dict(weights),
+    "by name": lambda model, weights, path: sc.load_state_dict(model, weights),
+    "from a file": lambda model, weights, path: sc.load_safetensors(model, path),
+}
+
+
+@pytest.mark.parametrize("way", LOADS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@spmd(world=2)
+def test_weights_loaded_in_mid_training_reach_masters_on_a_disk(
+    way: str, stage: int, precision: str, tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    torch.manual_seed(0)
+    weights = make().to(sc.Precision.of(precision).param_dtype).state_dict()
+    mesh, found, file = sc.Mesh(), [], tmp_path / "weights.safetensors"
+    if mesh.rank == 0:
+        save_file(weights, file)
+    for home in ("cpu", "nvme"):
+        torch.manual_seed(1)
+        offload = sc.Offload(states=home, path=tmp_path if home == "nvme" else None)
+        model = sc.shard(make(), mesh, stage=stage, precision=precision, offload=offload)
+        optimizer = sc.optimizer("adamw", model, lr=0.1)
+        for step in range(4):
+            if step == 2:
+                LOADS[way](model, weights, file)
+            model(torch.ones(2, 5)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole_parameters(model))
+    assert_bitwise(found[1], found[0])
 
 
 @spmd(world=1)

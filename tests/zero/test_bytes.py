@@ -41,11 +41,13 @@ class Layer(nn.Linear):
     """A unit of its own, all of equal size."""
 
 
-def trained_model(stage: int, precision: str) -> tuple[nn.Module, Any, torch.Tensor]:
+def trained_model(
+    stage: int, precision: str, num_blocks: int = NUM_BLOCKS, budget: int | None = None
+) -> tuple[nn.Module, Any, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
+    model = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(num_blocks)))
     asked = sc.Precision(param=None if precision == "fp32" else precision)
-    sc.shard(model, stage=stage, precision=asked, units=[Layer])
+    sc.shard(model, stage=stage, precision=asked, units=[Layer], budget=budget)
     optimizer = sc.optimizer(torch.optim.Adam, model, lr=1e-3, fused=True)
     return model, optimizer, torch.ones(1, WIDTH)
 
@@ -107,3 +109,32 @@ def test_the_working_memory_of_a_step_is_a_few_units(stage: int) -> None:
             optimizer.step()
     units = {1: NUM_BLOCKS + 2, 2: 4, 3: 6}[stage]
     assert peak.peak_nbytes - resting <= (units + 0.1) * BUCKET_NBYTES + 2 * 4 * WIDTH * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("budget_units", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize(("precision", "world"), [("fp32", 2), ("fp32", 4), ("bf16", 2)])
+def test_the_peak_of_stage_3_is_its_shards_and_the_budget_and_a_bucket(
+    precision: str, world: int, budget_units: int
+) -> None:
+    """A bucket is what a unit's reduction takes: the gradients that come in, those on their way with what arrives of
+    the other ranks', and the gradient in autograd's hands. Activations are the inputs that autograd saves."""
+    run_spmd(check_budget, world, precision, budget_units)
+
+
+def check_budget(precision: str, budget_units: int) -> None:
+    num_blocks, itemsize = 24, 4 if precision == "fp32" else 2
+    budget = budget_units * UNIT_NUMEL * itemsize
+    before = tensor_bytes(collect=True)
+    model, optimizer, x = trained_model(3, precision, num_blocks, budget)
+    for _ in range(3):  # the first is on demand, the plan begins at the second
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    with PeakTensorBytes() as peak:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    shards = formula(3, precision, sc.Mesh().world) * num_blocks / NUM_BLOCKS
+    activations = num_blocks * WIDTH * itemsize
+    above = (peak.peak_nbytes - before - shards - activations - budget) / BUCKET_NBYTES
+    assert above <= 4.0, f"{above:.2f} units of gradients above, at {peak.peak_operation}"

@@ -287,6 +287,19 @@ def test_b21_an_optimizer_over_frozen_parameters_alone_is_refused(stage: int) ->
 
 @all_stages
 @spmd(world=2)
+def test_an_optimizer_may_be_made_while_its_parameters_are_frozen_for_a_while(stage: int) -> None:
+    model = sc.shard(seeded(lambda: nn.Linear(3, 2)), stage=stage)
+    before = sc.state_dict(model, rank0_only=False)
+    model.requires_grad_(False)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model.requires_grad_(True)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in sc.state_dict(model, rank0_only=False).items())
+
+
+@all_stages
+@spmd(world=2)
 def test_b23_every_trainable_element_is_reduced(stage: int) -> None:
     mesh = sc.Mesh()
     model = sc.shard(seeded(stack), mesh, stage=stage)

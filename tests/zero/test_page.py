@@ -1,4 +1,4 @@
-"""The example of the page on state runs."""
+"""The examples of the page on state run, one after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 
 
 @spmd(world=2)
-def test_the_example_runs() -> None:
+def test_the_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], str(PAGE), "exec"), {})
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), str(PAGE), "exec"), {})

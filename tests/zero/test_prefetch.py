@@ -141,6 +141,8 @@ def test_a_budget_below_a_unit_is_an_error_with_the_arithmetic() -> None:
         sc.shard(Block(), stage=3, budget=0)
     with pytest.raises(ConfigError, match="give one of them"):
         sc.shard(Block(), stage=3, budget=10**6, prefetch=PrefetchLimits())
+    with pytest.raises(ConfigError, match="below stage 3 parameters are whole"):
+        sc.shard(Block(), stage=2, budget=10**6)
 
 
 @spmd(world=2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 
+from shardcore.config import sections
 from shardcore.config.keys import Entry, Field, Ignored, Misplaced, Removed, Unsupported
-from shardcore.config.sections import default_of
+from shardcore.config.sections import SECTIONS, default_of
 from shardcore.config.table import TABLE
 
 _INTRODUCTION = """# The configuration file
 
 `shardcore.initialize(config=...)` takes DeepSpeed's JSON as a dict, a path (comments and trailing commas are welcome)
-or base64 text. Every key below does one of these things; a key that is not below is an error that names the nearest one
+or base64 text. The table says what each key does; a key that is not in it is an error that names the nearest one
 (at the top level: an error if it is one or two letters off, else a note). Keys that begin with `x-` are yours. All
-problems of a file are reported at once. `Config.explain()` shows what a file decides.
+problems of a file are reported at once. `Config.explain()` shows what a file decides. "None" in a description is a key
+that is left out.
 
 `"auto"` inside a section is the default, and is noted in the log; at the top level it is an error: where a trainer
 around it fills the value in for DeepSpeed, write the number. The drop-in module `shardcore.deepspeed` differs in this:
@@ -27,14 +31,28 @@ well.
 
 def key_page() -> str:
     """The page as Markdown, one row per key of the table."""
-    rows = [f"| `{path}` | {_effect(entry)} | {_default(entry)} |" for path, entry in TABLE.items()]
+    meanings = _meanings()
+    rows = [f"| `{path}` | {_effect(entry, meanings)} | {_default(entry)} |" for path, entry in TABLE.items()]
     return _INTRODUCTION + "\n".join(rows) + "\n"
 
 
-def _effect(entry: Entry) -> str:
+def _meanings() -> dict[str, str]:
+    """What each field of a section says of itself in the source, by "section.field"."""
+    names = {section.__name__: name for name, section in SECTIONS.items()}
+    found = {}
+    for section in ast.parse(inspect.getsource(sections)).body:
+        if isinstance(section, ast.ClassDef) and section.name in names:
+            for entry, told in zip(section.body, section.body[1:], strict=False):
+                match entry, told:
+                    case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[f"{names[section.name]}.{field}"] = " ".join(text.split())
+    return found
+
+
+def _effect(entry: Entry, meanings: dict[str, str]) -> str:
     match entry:
         case Field(target=target):
-            return f"sets `{target}`"
+            return meanings[target].replace("|", "\\|")
         case Ignored(reason=reason):
             return f"accepted, changes nothing: {reason}"
         case Unsupported(reason=reason):

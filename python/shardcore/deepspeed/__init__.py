@@ -15,7 +15,8 @@ from torch import nn
 
 from shardcore import __version__
 from shardcore.config import drop_in_errors
-from shardcore.deepspeed import checkpointing, pipe, utils, zero
+from shardcore.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
+from shardcore.deepspeed.aliases import install
 from shardcore.deepspeed.missing import describe, explain_imports
 from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.engine import Engine as DeepSpeedEngine
@@ -33,11 +34,16 @@ __all__ = [
     "DeepSpeedEngine",
     "PipelineModule",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
+    "comm",
     "init_distributed",
     "initialize",
+    "install",
+    "ops",
     "pipe",
+    "runtime",
     "utils",
     "zero",
 ]

@@ -9,12 +9,11 @@ from types import ModuleType
 
 _PACKAGE = "shardcore.deepspeed"
 _INSTEAD = {
-    "accelerator": "use engine.device, torch.cuda or torch.cpu",
-    "comm": "use torch.distributed, which init_distributed sets up",
     "init_inference": "call the model under torch.no_grad()",
     "moe": "mixture-of-experts layers of the model's own train as they are",
-    "ops": "use an optimizer of torch.optim, or shardcore.optim.CPUAdamW and its relatives on the CPU",
-    "runtime": "use shardcore.optim for schedules and shardcore.config for the configuration",
+    "monitor": "write the metrics that your loop has",
+    "ops": "optimizers are in ops.adam, ops.adagrad and ops.lion; others are in torch.optim",
+    "runtime": "schedules are in runtime.lr_schedules, pipelines in pipe; the configuration is shardcore.Config",
 }
 
 

@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: values of single parameters of a sharded model, under DeepSpeed's names. At every stage.
+"""``deepspeed.utils``: values of single parameters of a sharded model at every stage, the log, an endless loader.
 
 What is collective, and what None means, stands at the native functions (:mod:`shardcore.zero`,
 :mod:`shardcore.optim`), which these are.
@@ -6,15 +6,21 @@ What is collective, and what None means, stands at the native functions (:mod:`s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardcore import optim, zero
+from shardcore.comm import torch_call
 
 __all__ = [
+    "RepeatingLoader",
     "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -31,6 +37,8 @@ __all__ = [
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
 ]
+
+logger = logging.getLogger("shardcore")
 
 safe_get_full_fp32_param = zero.full_master
 safe_set_full_fp32_param = zero.set_full_master
@@ -70,3 +78,33 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replace each whole gradient by ``update_func(grad, param)``; parameters without one are left out. Collective."""
     zero.update_full_grads(param_list, update_func)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks: those in ``ranks``, all for ``[-1]``, the first for None. Not collective."""
+    rank = torch_call("get_rank")() if torch_call("is_initialized")() else 0
+    chosen = ranks or [0]
+    if -1 in chosen or rank in chosen:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+class RepeatingLoader:
+    """An iterator that starts its loader anew whenever it is through.
+
+    Raises:
+        StopIteration: the loader is empty.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

@@ -65,17 +65,15 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
         self._root: Any = find_root(module)
         self._window_steps = 0
         self._forced_boundary: bool | None = None
-        self._is_coalesced = self._is_counting = False
+        self._is_coalesced = self._is_counting = self._has_warned = False
         self._times = PhaseTimes(enabled=config.logging.wall_clock_breakdown)
         self.is_pipeline = find_pipeline(module) is not None
         """Whether the module is one rank's stages; then its forward is a whole training step, backward included."""
         self._prepare_backward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; of a pipeline, forward and backward of a whole step, which returns its mean loss.
-
-        One dict whose keys are arguments of the module's forward is spread over them, and gives the output's ``loss``
-        where it has one: ``engine(batch)`` is the same loop with pipeline stages and without.
+        """The module's forward; of a pipeline, forward and backward of a whole step, which returns its mean loss. One
+        dict whose keys are arguments of the module is spread over them, and gives the output's ``loss``, if any.
         """
         if self.is_pipeline:
             return self._call_pipeline(args, kwargs)
@@ -144,8 +142,10 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
         optimizer = self._checked_optimizer()
         self._window_steps = min(self._window_steps, self._root.num_micro_batches)  # 0 where gradients were cleared
         at_boundary = self.is_gradient_accumulation_boundary()
-        if self._root.window.num_backwards_in_micro_batch:
+        num_backwards = self._root.window.num_backwards_in_micro_batch
+        if num_backwards:
             self._root.window.num_backwards_in_micro_batch = 0
+            self._warn_of_missing_steps(num_backwards, at_boundary)
             self.micro_steps += 1
             self._window_steps += 1
             self._root.num_micro_batches = self._batch.accumulation_steps if self._is_coalesced else self._window_steps
@@ -214,16 +214,20 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches; training data are shuffled, other routes keep their order."""
-        return DataLoader(
-            dataset,
-            batch_size=batch_size or self._batch.micro_batch_size,
-            sampler=data_sampler or data.sampler(dataset, self.mesh, shuffle=route == "train"),
-            collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers or 0,
-            drop_last=self.config.data.drop_last,
-            pin_memory=pin_memory and self.device.type == "cuda",
-        )
+        """A loader of this rank's micro-batches; training data are shuffled, other routes keep their order. Without a
+        sampler of the caller's, the position in the data is known and saved with checkpoints.
+        """
+        batch_size = batch_size or self._batch.micro_batch_size
+        options: dict[str, Any] = {
+            "collate_fn": collate_fn or self._collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "drop_last": self.config.data.drop_last,
+            "pin_memory": pin_memory and self.device.type == "cuda",
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, **options)
+        sampler = data.sampler(dataset, self.mesh, shuffle=route == "train")
+        return data.RankLoader(dataset, sampler, batch_size, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,10 @@ from shardcore.errors import StateError
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardcore.config import BatchSizes
     from shardcore.optim import ShardedOptimizer
+
+_log = logging.getLogger("shardcore")
 
 
 class Upkeep:
@@ -24,6 +28,9 @@ class Upkeep:
     _is_coalesced: bool
     _is_counting: bool
     """The window's backwards said their numbers of tokens."""
+    _has_warned: bool
+    """Of calls of ``step()`` that seem to be missing."""
+    _batch: BatchSizes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -90,3 +97,17 @@ class Upkeep:
                 "their losses are sums, or none does"
             )
         return self.optimizer.normalize is not None
+
+    def _warn_of_missing_steps(self, num_backwards: int, at_boundary: bool) -> None:
+        """Several losses may share a micro-batch; as many as a window has micro-batches look like a forgotten call."""
+        if at_boundary or num_backwards < self._batch.accumulation_steps:
+            return
+        if self._has_warned or self._root.data_axis.rank != 0:
+            return
+        self._has_warned = True
+        _log.warning(
+            "engine.step() counts one micro-batch of %d for the %d backwards since the last call, and updates nothing "
+            "yet; where each was a micro-batch, call engine.step() after each",
+            self._batch.accumulation_steps,
+            num_backwards,
+        )

@@ -21,7 +21,8 @@ class CPUAdam(CPUOptimizer):
     """
 
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    decoupled: ClassVar[bool] = False
+    decoupled: bool = False
+    """Whether weight decay goes to the parameters directly, rather than into the gradient."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class CPUAdam(CPUOptimizer):
 class CPUAdamW(CPUAdam):
     """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101). Options as `CPUAdam`."""
 
-    decoupled: ClassVar[bool] = True
+    decoupled = True
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
         raise ConfigError(
             "the optimizer got no parameters: every group is empty. Pass a sharded model or its parameters"
         )
-    strangers = [param for param in params if find_slot(param) is None]
+    slots = [find_slot(param) for param in params]
+    strangers = [param for param, slot in zip(params, slots, strict=True) if slot is None]
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
         raise ConfigError(
@@ -39,10 +40,11 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
         raise ConfigError(f"{len(params) - len(set(params))} parameters are in the optimizer twice; list each once")
     roots = list(dict.fromkeys(_slot_root(param) for param in params))
     in_pipeline = any(find_pipeline(root.module) for root in roots)  # other stages have parameters to train
-    if not any(param.requires_grad for param in params) and not in_pipeline:
+    may_be_thawed = any(slot.group.trainable for slot in slots if slot is not None)  # frozen for a while, as in a GAN
+    if not may_be_thawed and not in_pipeline:
         raise ConfigError(
-            f"none of the {len(params)} parameters is trainable (requires_grad is False for all); nothing can be "
-            "trained"
+            f"none of the {len(params)} parameters is trainable (requires_grad was False for all when the model was "
+            "sharded); nothing can be trained"
         )
     return roots, groups
 

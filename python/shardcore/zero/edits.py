@@ -32,7 +32,7 @@ class Edits:
     releases: bool
     shard_axis: Axis
     num_edits = 1
-    """How often masters were to be taken from the parameters anew; the first time is at the start."""
+    """How often masters on a disk were to be taken from the parameters anew; the first time is at the start."""
     _frees: bool
     """Whether the whole parameters leave no memory behind when they are released."""
     _slice: slice
@@ -82,7 +82,6 @@ class Edits:
         """
         if self._frees:
             self.own.copy_(self.full[self._slice])
-        self.num_edits += 1
         self.invalidate_copies()
         self._refresh_masters(slice(None))
         self.note_versions()
@@ -134,17 +133,18 @@ class Edits:
             self.reshard()
         else:
             self.complete()  # a gather under way sends what is about to change
-        return self.master if self._has_masters else self.own
+        return self.own if self.masters_are_away else self.master
 
     def end_load(self) -> None:
         """What :meth:`begin_load` gave was filled. Collective over the shard axis."""
-        if not self._has_masters:  # they rest on a disk, and take what they do not round to already
+        if self.masters_are_away:
             self.num_edits += 1
-        self.publish(copied=not self._has_masters)
+        self.publish(copied=self.masters_are_away)
 
     @property
-    def _has_masters(self) -> bool:
-        return self.master.numel() == self.own.numel()
+    def masters_are_away(self) -> bool:
+        """Whether masters rest on a disk, and are here in steps only."""
+        return self.master.numel() != self.own.numel()
 
     def publish(self, *, copied: bool = False) -> None:
         """Make the masters the parameters."""
@@ -162,6 +162,8 @@ class Edits:
         """Take what is in this part of the shard into the masters. Values that these round to were not edited: there
         the masters keep their full precision.
         """
-        if self.master is not self.own and self._has_masters:
+        if self.masters_are_away:
+            self.num_edits += 1
+        elif self.master is not self.own:
             own, master = self.own[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))

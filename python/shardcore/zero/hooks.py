@@ -319,9 +319,9 @@ def _refuse_double_backward() -> None:
     """A backward that records itself would save released parameters, and gradients that are summed in place."""
     if torch.is_grad_enabled():
         raise StateError(
-            "backward(create_graph=True) is not supported through sharded parameters: double backward needs "
-            "them, and their "
-            "gradients, whole and unchanged. Compute second derivatives on an unsharded copy of the model"
+            "backward(create_graph=True) is not supported through sharded parameters: double backward needs them, and "
+            "their gradients, whole and unchanged. At stages 0 to 2 torch.autograd.grad(outputs, inputs, "
+            "create_graph=True) works, for a penalty on gradients; else use an unsharded copy of the model"
         )
 
 

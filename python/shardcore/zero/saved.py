@@ -88,7 +88,8 @@ def explain_released(error: RuntimeError) -> StateError | None:
         f"backward needs the parameters of unit {names} (stage {group.policy.stage}), which are released: a tensor "
         "left its forward other than by the return value (an attribute, a list), or came in inside an object, and did "
         "not do so in the unit's first backward. Return and pass such tensors; or call reset_iteration() and repeat "
-        "the step: the unit is watched from now on"
+        "the step: the unit is watched from now on. If the tensor was computed from parameters inside "
+        "shardcore.summon(model), as a penalty on weights is, call its backward inside summon, too"
     )
 
 

@@ -76,7 +76,7 @@ def targets_of(model: nn.Module, mesh: Mesh | None = None) -> Targets:
 
 def _publish(root: Root) -> None:
     for group in root.groups:
-        group.publish()
+        group.end_load()
 
 
 def _persistent(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -183,7 +183,7 @@ def assemble(slot: ParameterSlot, shard: torch.Tensor) -> torch.Tensor:
 
 def write_whole(slot: ParameterSlot, value: torch.Tensor) -> None:
     """Put the values of a whole parameter into master, shard and parameter of this rank. Not collective: every rank has
-    them.
+    them. Masters on a disk take them from the shard, in its precision, in the next step.
     """
     group = slot.group
     group.root.about_to_change()
@@ -192,9 +192,12 @@ def write_whole(slot: ParameterSlot, value: torch.Tensor) -> None:
         group.complete(exact=False)
     with torch.no_grad():
         value = value.detach().to(group.full.device)
-        _piece(slot, group.master).copy_(value.reshape(-1)[start:stop])
-        if group.master is not group.own:
-            _piece(slot, group.own).copy_(_piece(slot, group.master))
+        held = group.own if group.masters_are_away else group.master
+        _piece(slot, held).copy_(value.reshape(-1)[start:stop])
+        if held is not group.own:
+            _piece(slot, group.own).copy_(_piece(slot, held))
+        if group.masters_are_away:
+            group.num_edits += 1
         if group.state.value == "unsharded":
             group.full[slot.offset : slot.offset + slot.numel].copy_(value.to(group.master.dtype).reshape(-1))
     _note_write(slot)
@@ -234,7 +237,7 @@ def _check_trainable(slot: ParameterSlot, what: str) -> None:
 def _masters(group: ShardGroup) -> torch.Tensor:
     """This rank's masters, with what the user wrote into whole parameters."""
     group.root.check_here("lp_params" if group.master is group.own else "hp_params", what="reading a master weight")
-    if group.master.numel() != group.own.numel():
+    if group.masters_are_away:
         raise StateError(
             f"reading a master weight of {group.name}: masters rest on a disk (Offload(states='nvme')) and are here in "
             "steps only; the optimizer's state_dict() has them"

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.pipe``."""
+
+from shardcore.deepspeed.runtime.pipe import module, topology
+
+__all__ = ["module", "topology"]
