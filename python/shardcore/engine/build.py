@@ -100,7 +100,7 @@ def initialize(
     mesh = hybrid_mesh(loaded, mesh, failure, is_given=is_given)
     _announce(loaded, mesh)
     parameters = None if model_parameters is None else list(model_parameters)
-    if loaded.tensor.num_ranks > 1 and find_tensor_axis(model.parameters()) is None:
+    if max(loaded.tensor.num_ranks, mesh["ep"].size) > 1 and find_tensor_axis(model.parameters()) is None:
         tensor.parallelize(model, mesh)
     recompute(loaded, model, mesh)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
