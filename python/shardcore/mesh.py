@@ -196,6 +196,8 @@ class Mesh:
     @classmethod
     def from_torch(cls, mesh: DeviceMesh) -> Mesh:
         """A Mesh over an existing 1-D (shard) or 2-D (replicate, shard) DeviceMesh that spans all ranks."""
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise ConfigError(f"{mesh!r} is no mesh: expected a shardcore.Mesh, its axis mesh['dp'], or a DeviceMesh")
         if mesh.ndim not in (1, 2):
             raise ConfigError(
                 f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 (shard) "

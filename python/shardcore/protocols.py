@@ -73,6 +73,29 @@ class ShardedGroup(Protocol):
         """[shard_numel] this rank's shard of the parameters, in their dtype."""
 
     @property
+    def own_to_read(self) -> torch.Tensor:
+        """As ``own``, to be read only. Where parameters rest on a disk, either is valid until another group's is."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the shard."""
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether ``own`` rests on a disk."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether masters are kept beside the parameters."""
+
+    @property
+    def masters_are_away(self) -> bool:
+        """Whether they rest on a disk, with the states, and are here in steps only."""
+
+    def copy_of_own(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of ``own``: a view, but a copy where it rests on a disk. Any thread may call it."""
+
+    @property
     def num_edits(self) -> int:
         """How often masters were to be taken from ``own`` anew."""
 
@@ -264,6 +287,10 @@ class ShardedOptimizerMark:
 
     def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        raise NotImplementedError
+
+    def scale_again(self, root: Any) -> None:
+        """A backward is about to add to gradients: put back the loss scale where it was taken out of them."""
         raise NotImplementedError
 
     def states(self) -> list[torch.Tensor]:

@@ -159,6 +159,8 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.sub_group_size": None,  # DeepSpeed: 1e9, which leaves nothing to overlap
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_param.pin_memory": True,
+    "zero_optimization.offload_param.nvme_path": None,
+    "zero_optimization.offload_param.max_in_cpu": None,  # DeepSpeed: 1e9, beside its buffers; it changes no number
     "zero_optimization.offload_optimizer.device": "none",
     "zero_optimization.offload_optimizer.nvme_path": None,
     "zero_optimization.offload_optimizer.buffer_count": 4,

@@ -18,6 +18,7 @@ from shardcore.errors import ConfigError
 from shardcore.protocols import (
     MASTER,
     HeldPiece,
+    ShardedGroup,
     ShardedOptimizerMark,
     ShardedRoot,
     find_expert_axis,
@@ -48,8 +49,10 @@ class Piece:
     key: Key
     start: int
     stop: int
-    source: torch.Tensor | None = None
-    """[stop - start] any device; None where the optimizer shows it when its turn comes."""
+    source: torch.Tensor | Callable[[], torch.Tensor] | None = None
+    """[stop - start] any device, or what brings it from a disk; None where the optimizer shows it when its turn
+    comes.
+    """
     may_change: bool = False
     """A forward may change it: a buffer, or a parameter that sharding left out."""
 
@@ -67,7 +70,7 @@ class Holding:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each parameter, the encoded values of its optimizer state that are one for all elements."""
     rests_on_disk: bool = False
-    """Master weights and states come from a disk."""
+    """Weights, or master weights and states, come from a disk."""
 
     def itemsize(self, piece: int) -> int:
         """Bytes of an element of a piece."""
@@ -133,7 +136,7 @@ def hold(
 def keeper_of_masters(root: ShardedRoot) -> ShardedOptimizerMark | None:
     """The optimizer with which the master weights rest on a disk, if they do."""
     for group in root.groups:
-        if group.trainable and group.master.numel() != group.own.numel():
+        if group.trainable and group.masters_are_away:
             return next(iter(root.live_optimizers()), None)
     return None
 
@@ -158,19 +161,26 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerMark | None) -> None:
     for group in root.groups:
-        has_masters = group.master.numel() == group.own.numel()
         for slot in group.slots:
             holding.weights[slot.name] = _weight_info(
                 slot.name, slot.aliases, slot.param.dtype, trainable=group.trainable
             )
             start, stop, offset = group.local_range(slot)
             key, shape = (WEIGHT, slot.name), list(slot.param.shape)
-            if has_masters or keeper is None or not keeper.holds(slot.param):
-                shard = group.master if has_masters else group.own
-                holding.add(key, (shard.dtype, shape), Piece(key, start, stop, shard[offset : offset + stop - start]))
+            part = slice(offset, offset + stop - start)
+            if group.has_masters and not group.masters_are_away:
+                holding.add(key, (group.master.dtype, shape), Piece(key, start, stop, group.master[part]))
+            elif not group.masters_are_away or keeper is None or not keeper.holds(slot.param):
+                holding.rests_on_disk |= group.rests_on_disk
+                source = _source(group, part) if group.rests_on_disk else group.own[part]
+                holding.add(key, (slot.param.dtype, shape), Piece(key, start, stop, source))
             else:
                 holding.rests_on_disk = True
                 holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), shape)
+
+
+def _source(group: ShardedGroup, part: slice) -> Callable[[], torch.Tensor]:
+    return lambda: group.copy_of_own(part.start, part.stop)
 
 
 def _hold_others(holding: Holding, model: nn.Module, root: ShardedRoot, prints: list[list[int]]) -> None:
@@ -224,7 +234,7 @@ def read_in_order(
     num_here = sum(piece.source is not None for piece in holding.pieces)
     for number, piece in enumerate(holding.pieces[:num_here]):
         if piece.source is not None:
-            act(number, piece.source)
+            act(number, piece.source() if callable(piece.source) else piece.source)
     upcoming = deque(range(num_here, len(holding.pieces)))
 
     def show(held: HeldPiece, states: dict[str, torch.Tensor]) -> None:

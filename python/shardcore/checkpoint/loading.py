@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ def _load_tensors(
     on_disk = {p.slot for p in keeper.held_pieces() if MASTER in p.states} if keeper is not None else set()
 
     def read() -> None:
-        stored.read(_reads_of_weights(root, found, on_disk))
+        for reads in _reads_of_weights(root, found, on_disk):
+            stored.read(reads)
         for key, tensor in found.others.items():
             _load_whole(stored, key, tensor)
         _load_own_buffers(crew, stored, found)
@@ -152,16 +153,21 @@ def _load_tensors(
             group.end_load()
 
 
-def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> list[Read]:
-    reads = []
+def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> Iterator[list[Read]]:
+    """What can be read at once: all that is in memory, and each group whose parameters rest on a disk."""
+    together = []
     for group in root.groups:
-        memory = group.begin_load()
+        memory, reads = group.begin_load(), []
         for slot in group.slots:
             name = found.weights.get(slot.name)
             start, stop, offset = group.local_range(slot)
             if name is not None and stop > start and slot not in on_disk:
                 reads.append(Read(weight_key(name), start, stop, memory[offset : offset + stop - start]))
-    return reads
+        if group.rests_on_disk:
+            yield reads
+        else:
+            together.extend(reads)
+    yield together
 
 
 def _load_whole(stored: Stored, key: tuple[str, str], tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardcore._core import abandon_checkpoint, begin_checkpoint, check_host_memory, checkpoint_aside
@@ -148,7 +149,7 @@ def _write_later(job: Job, crew: Crew, root: ShardedRoot) -> Path:
     crew.do("memory for a checkpoint", lambda: check_host_memory("the copy of what is saved", job.nbytes))
     _make_folder(job.run, job.tag, crew)
     for piece in job.holding.pieces:
-        if piece.may_change and piece.source is not None:
+        if piece.may_change and isinstance(piece.source, torch.Tensor):
             piece.source = piece.source.clone()
     pending = Pending(checkpoint_aside(job.run, job.tag), crew.axis)
     root.before_changes.append(pending.wait_for_copy)

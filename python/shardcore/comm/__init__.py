@@ -5,7 +5,15 @@ values by :mod:`agree`. Each collective is recorded in program order, so that ra
 """
 
 from shardcore.comm.activations import Pending, equal_parts, gather_dim, pass_on, reduce_dim, sum_tensor, swap_rows
-from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, note_alike, sum_over_ranks
+from shardcore.comm.agree import (
+    agree_on,
+    exchange,
+    fingerprint,
+    max_over_ranks,
+    note_alike,
+    note_choice,
+    sum_over_ranks,
+)
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
@@ -63,6 +71,7 @@ __all__ = [
     "max_over_ranks",
     "name_of_next_model",
     "note_alike",
+    "note_choice",
     "packed_nbytes",
     "pass_on",
     "program_digest",

@@ -145,10 +145,6 @@ def _check_precision(sections: Mapping[str, Any], findings: Findings) -> None:
 def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
     offload, stage = sections["offload"], sections["zero"].stage
     section = "zero_optimization.offload"
-    if offload.param_device == "nvme":
-        findings.problems.append(
-            f'{section}_param.device: parameters on a disk are not available yet; use "cpu" or "none"'
-        )
     if offload.param_device != "none" and stage < 3:
         findings.problems.append(
             f'{section}_param.device: "{offload.param_device}" needs zero_optimization.stage 3, got {stage}: at lower '
@@ -158,8 +154,16 @@ def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
         findings.problems.append(
             f'{section}_optimizer.device: "{offload.optimizer_device}" needs zero_optimization.stage 1, 2 or 3, got 0'
         )
-    if offload.optimizer_device == "nvme" and offload.optimizer_path is None:
-        findings.problems.append(f'{section}_optimizer.nvme_path: missing; "nvme" needs the folder of the disk')
+    paths = {"optimizer": offload.optimizer_path, "param": offload.param_path}
+    on_disk = [name for name in paths if getattr(offload, f"{name}_device") == "nvme"]
+    for name in on_disk:
+        if paths[name] is None:
+            findings.problems.append(f'{section}_{name}.nvme_path: missing; "nvme" needs the folder of the disk')
+    if len(on_disk) == 2 and None not in paths.values() and len(set(paths.values())) == 2:
+        findings.problems.append(
+            f"{section}_param.nvme_path: one folder serves both, got {offload.param_path!r} and, in offload_optimizer, "
+            f"{offload.optimizer_path!r}; give the same"
+        )
 
 
 def _check_network(sections: Mapping[str, Any], findings: Findings) -> None:

@@ -135,6 +135,12 @@ class OffloadConfig:
     """For how many tiles of states on a disk host memory has room."""
     param_device: Literal["none", "cpu", "nvme"] = "none"
     """Where the shards of parameters rest at stage 3."""
+    param_path: str | None = None
+    """Folder of the disk for "nvme"."""
+    param_max_in_cpu: int | None = None
+    """Elements of parameters on their way from and to the disk that host memory has room for, on each rank; at least
+    the largest shard. None leaves it to the library.
+    """
     param_pin: bool = True
     """Whether their host memory is registered with CUDA."""
     sub_group_size: int | None = None

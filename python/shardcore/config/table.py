@@ -148,7 +148,7 @@ _DATA_TYPES: dict[str, Entry] = {
 
 # --------------------------------------------------------------------------------------- zero_optimization
 _IN_PLACE = "a group's flat buffer serves the collective in place"
-_ON_DISK = "takes effect with parameters on a disk, which is refused"
+_ONE_ROOM = "host memory for parameters is one piece, for shards of any size; max_in_cpu says how large it is"
 _ZERO: dict[str, Entry] = {
     "stage": Field("zero.stage", integer(low=0, high=3)),
     "reduce_bucket_size": Field("zero.reduce_bucket_size", SIZE),
@@ -211,7 +211,9 @@ _DEVICE = choice("none", "cpu", "nvme")
 _OFFLOAD_PARAM: dict[str, Entry] = {
     "device": Field("offload.param_device", _DEVICE),
     "pin_memory": Field("offload.param_pin", BOOL),
-    **_each(_ON_DISK, nvme_path=TEXT, buffer_count=SIZE, buffer_size=SIZE, max_in_cpu=COUNT),
+    "nvme_path": Field("offload.param_path", TEXT),
+    "max_in_cpu": Field("offload.param_max_in_cpu", COUNT),
+    **_each(_ONE_ROOM, buffer_count=SIZE, buffer_size=SIZE),
 }
 _OFFLOAD_OPTIMIZER: dict[str, Entry] = {
     "device": Field("offload.optimizer_device", _DEVICE),

@@ -149,13 +149,15 @@ def _offload(config: Config) -> Offload | None:
     states, params = (None if device == "none" else device for device in (asked.optimizer_device, asked.param_device))
     if states is None and params is None:
         return None
+    room = asked.param_max_in_cpu
     offload = Offload(
         params=params,
         grads=None if states is None else "cpu",
         states=states,
-        path=asked.optimizer_path if states == "nvme" else None,
+        path=(asked.optimizer_path if states == "nvme" else None) or (asked.param_path if params == "nvme" else None),
         pin=asked.param_pin if states is None else asked.optimizer_pin,
         num_tiles=asked.buffer_count,
+        host_param_nbytes=None if room is None or params != "nvme" else room * _BYTES[config.param_dtype],
         queue_depth=asked.queue_depth,
         block_nbytes=asked.block_size,
     )

@@ -45,7 +45,8 @@ class ShardGroup(Edits, JoinsGathers):
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
     ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit and masters rest with
-    them). ``memory`` has those of them, and of gradients, that rest outside the device.
+    them). ``memory`` has those of them, and of gradients, that rest outside the device; on a disk in the case of
+    ``stored``.
     """
 
     pins = 0
@@ -103,9 +104,10 @@ class ShardGroup(Edits, JoinsGathers):
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
-        self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
-        self.own = self._make_own(memory.own)
-        self.master = self._make_master(precision.master_dtype(dtype), memory.master)
+        self._stored = memory.stored
+        self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
+        self._own = self._make_own(memory.own)
+        self._master = self._make_master(precision.master_dtype(dtype), memory.master)
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:
@@ -226,8 +228,8 @@ class ShardGroup(Edits, JoinsGathers):
         """
         if self.state is ParamState.UNSHARDING:
             self._arrive()
-        if self.master is not self.own and not copied:
-            self.own.copy_(self.master)
+        if self.has_masters and not copied:
+            self.own_to_fill.copy_(self.master)
         self.invalidate_copies()
         self.versions.count_write()
         self.note_versions()
@@ -271,7 +273,9 @@ class ShardGroup(Edits, JoinsGathers):
         self._gathering.invalidate()
 
     def _start_gather(self, name: str, *, exact: bool) -> None:
-        self._handle = self._gathering.start(self.full, self._slice, self.own, name, self._program, exact=exact)
+        shard = self.own_to_read
+        self._handle = self._gathering.start(self.full, self._slice, shard, name, self._program, exact=exact)
+        self._note_device_read()
 
     def _finish_gather(self) -> None:
         if self._handle is not None:
@@ -303,16 +307,21 @@ class ShardGroup(Edits, JoinsGathers):
 
     def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
         own = self.full[self._slice]
+        if self._stored is not None:
+            self._stored.fill().copy_(own)
+            return own.new_empty(0)
         if memory is not None:
             return memory.copy_(own)
         return own.clone() if self._frees else own
 
-    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """None where masters are the parameters themselves."""
+        own = self.full[self._slice]
         if memory is not None:
-            return memory if memory.numel() == 0 else memory.copy_(self.own)
-        if not self.trainable or dtype == self.full.dtype:
-            return self.own
-        return self.own.to(dtype)
+            return memory if memory.numel() == 0 else memory.copy_(own)
+        if not self.trainable or (dtype == own.dtype and self._stored is None):
+            return None
+        return own.to(dtype, copy=True)
 
     def _make_gradients(
         self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis, memory: ShardMemory

@@ -213,6 +213,8 @@ class Root(Surroundings):
             return
         self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
         self.backward_running = True
+        for optimizer in self.live_optimizers():
+            optimizer.scale_again(self)
         self.num_passes += 1
         self.gradient_factor = self.output_scale / scaling.running_factor()
         self._unwatch()

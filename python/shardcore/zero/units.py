@@ -109,7 +109,7 @@ def check_parameters(model: nn.Module) -> None:
 
     Raises:
         ConfigError: no parameter, complex or integer parameters, parameters that share memory, embeddings that are
-            sparse or rescale their rows.
+            sparse or rescale their rows, modules compiled by torch.jit.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -121,6 +121,11 @@ def check_parameters(model: nn.Module) -> None:
                 "or real"
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name!r} was compiled by torch.jit, whose code does not see that its parameters move: shard "
+                "the plain module, and compile its blocks by block.compile()"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
                 f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False"
