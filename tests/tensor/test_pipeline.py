@@ -7,7 +7,7 @@ import torch
 
 import shardcore as sc
 from shardcore.pipeline import Pipeline
-from shardcore.protocols import find_pieces
+from shardcore.protocols import find_pieces, part_of_whole
 from shardcore.testing import spmd
 from tensor.hugging_face import batch, build
 
@@ -62,6 +62,26 @@ def test_a_split_model_in_stages(name: str, schedule: str, stage: int, sequence:
     with sc.summon(pipe):
         for name, param in pipe.named_parameters():
             expected = find_pieces(param).local(whole.get_parameter(name).detach())
+            torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 2), pytest.param("zb-h1", 0, marks=pytest.mark.full)])
+@spmd(world=4, timeout=110)
+def test_experts_in_stages(schedule: str, stage: int) -> None:
+    mesh = sc.Mesh(pp=2, ep=2)
+    losses, norms, whole = reference("mixtral", steps=2, m=4)
+    model = sc.tensor.parallelize(build("mixtral"), mesh)
+    pipe = Pipeline(model, mesh, schedule=schedule, num_microbatches=2)
+    sc.shard(pipe, mesh, stage=stage)
+    optimizer = sc.optimizer("sgd", pipe, lr=0.1, max_grad_norm=0.5)
+    for step in range(2):
+        mine = [micro_batch(step, 2 * mesh.data_rank + i) for i in range(2)]
+        loss = pipe.train_batch(iter(mine), optimizer)
+        assert float(loss) == pytest.approx(losses[step], rel=1e-5)
+        assert optimizer.grad_norm == pytest.approx(norms[step], rel=1e-5)
+    with sc.summon(pipe):
+        for name, param in pipe.named_parameters():
+            expected = part_of_whole(param, whole.get_parameter(name).detach())
             torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-5)
 
 

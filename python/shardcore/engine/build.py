@@ -118,8 +118,8 @@ def initialize(
 
 
 def _split(config: Config, model: nn.Module, mesh: Mesh, batch: BatchSizes) -> nn.Module:
-    """The model's layers over the tensor axis, and this rank's stages of it, as far as it is not split already."""
-    if mesh["tp"].size > 1 and find_tensor_axis(model.parameters()) is None:
+    """The model's layers and experts over their axes, and this rank's stages, as far as not split already."""
+    if max(mesh["tp"].size, mesh["ep"].size) > 1 and find_tensor_axis(model.parameters()) is None:
         tensor.parallelize(model, mesh)
     if mesh["pp"].size > 1 and find_pipeline(model) is None:
         return into_stages(config, model, mesh, batch.accumulation_steps)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcore import comm
 from shardcore.errors import ConfigError
-from shardcore.protocols import find_context_axis, find_expert_axis, find_pipeline, find_tensor_axis
+from shardcore.protocols import find_context_axis, find_expert_axis, find_experts, find_pipeline, find_tensor_axis
+from shardcore.zero.construction import find_piece
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +89,12 @@ def _check_expert_axis(module: nn.Module, mesh: Mesh) -> None:
             f"the experts of {type(module).__name__} lie over the ranks {list(axis.ranks)}, but the mesh given to "
             f"shardcore.shard has ep over {list(expected.ranks)}: give both the same mesh"
         )
+    for name, param in module.named_parameters():
+        if find_experts(param) is not None and (param.is_meta or find_piece(param) is not None):
+            raise ConfigError(
+                f"parameter {name!r} of experts was built on the meta device or inside sharded_init, whose parameters "
+                "are the same on all data-parallel ranks, and these are not: build the experts outside of it"
+            )
 
 
 def _check_stages(module: nn.Module, mesh: Mesh) -> None:
