@@ -45,7 +45,6 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("zero_optimization.offload_optimizer.ratio", 0.5),
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
-        ("pipeline.stages", 4),
         ("tensor_parallel.partition_config", {"use_default_specs": False}),
         ("sequence_parallel_size", 2),
         ("expert_parallel.enabled", True),
@@ -180,6 +179,25 @@ def test_a_required_parameter_that_is_missing_is_named() -> None:
     ]
 
 
+def test_parameters_on_a_disk_need_their_folder() -> None:
+    on_disk = {"device": "nvme", "nvme_path": "/mnt/a", "max_in_cpu": 1e6}
+    config = load(train_batch_size=4, zero_optimization={"stage": 3, "offload_param": on_disk})
+    assert (config.offload.param_path, config.offload.param_max_in_cpu) == ("/mnt/a", 1_000_000)
+    assert problems({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}) == [
+        'zero_optimization.offload_param.nvme_path: missing; "nvme" needs the folder of the disk'
+    ]
+    (problem,) = problems(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": on_disk,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/b"},
+            }
+        }
+    )
+    assert problem.startswith("zero_optimization.offload_param.nvme_path: one folder serves both, got '/mnt/a'")
+
+
 def test_a_file_as_front_ends_write_it_loads_in_drop_in_mode() -> None:
     offload = {"device": "none", "nvme_path": None, "pin_memory": True}
     config = load(
@@ -217,7 +235,7 @@ def test_a_file_as_front_ends_write_it_loads_in_drop_in_mode() -> None:
         tensor_parallel={"tp_size": 1},
     )
     assert (config.param_dtype, config.zero.stage, config.logging.steps_per_print) == ("bf16", 3, None)
-    assert [note.split(" ")[0] for note in config.notes] == ["without"]
+    assert [note.split(" ")[0] for note in config.notes] == ["pipeline.stages:", "without"]
 
 
 @pytest.mark.parametrize("key", ["tp_size", "autotp_size", "tp.tp_size"])

@@ -23,6 +23,9 @@ HOMES: dict[str, dict[str, Any]] = {
     "disk, small tiles": {"states": "nvme", "grads": "cpu", "tile_numel": 37, "num_tiles": 3},
     "parameters": {"params": "cpu"},
     "disk and parameters": {"params": "cpu", "states": "nvme", "tile_numel": 100, "num_tiles": 1},
+    "parameters on disk": {"params": "nvme", "host_param_nbytes": 0},
+    "all on disk": {"params": "nvme", "states": "nvme", "grads": "cpu", "tile_numel": 100, "host_param_nbytes": 4096},
+    "parameters on disk, states in memory": {"params": "nvme", "states": "cpu"},
     "everything": {"params": "cpu", "states": "cpu", "grads": "cpu"},
 }
 

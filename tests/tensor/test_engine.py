@@ -10,8 +10,8 @@ import torch
 import shardcore as sc
 from shardcore.errors import ConfigError
 from shardcore.testing import spmd
+from tensor.following import STEPS, full_batch, rows, train_whole
 from tensor.hugging_face import build, loss
-from tensor.test_sharded import STEPS, full_batch, rows, train_whole
 
 
 def configuration(**changes: Any) -> dict[str, Any]:
@@ -46,6 +46,21 @@ def test_tp_size_from_the_file() -> None:
         assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-9)
     for name, value in sc.state_dict(engine.module, rank0_only=False).items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-8, atol=1e-8)
+
+
+@spmd(world=4, timeout=110)
+def test_experts_of_a_mesh_that_is_given() -> None:
+    losses, norms, _ = train_whole("mixtral", 0.5)
+    config = configuration(gradient_accumulation_steps=1, tensor_parallel={"tp_size": 1})
+    engine, *_ = sc.initialize(model=build("mixtral"), config=config, mesh_param=sc.Mesh(ep=2))
+    assert engine.module.model.layers[0].mlp.experts.down_proj.shape[0] == 2
+    for step in range(STEPS):
+        value = loss(engine, rows(full_batch(step), engine.mesh.data_rank, 4))
+        engine.backward(value)
+        engine.step()
+        mean = sc.comm.sum_over_ranks(value.detach().clone(), engine.mesh["dp"], "loss") / 4
+        assert float(mean) == pytest.approx(losses[step], rel=1e-6)
+        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-6)
 
 
 @spmd(world=4, timeout=110)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.crew import Crew
+from shardcore.checkpoint.deepspeed import looks_like_deepspeed
 from shardcore.checkpoint.foreign import Foreign
 from shardcore.checkpoint.holding import BUFFER, keeper_of_masters, role_of_rank, root_of
 from shardcore.checkpoint.matching import Match, match
@@ -20,7 +21,8 @@ from shardcore.checkpoint.pending import settle
 from shardcore.checkpoint.report import Loaded, Report
 from shardcore.checkpoint.resuming import check_optimizer, load_counters, load_options, load_states
 from shardcore.checkpoint.saving import everyone
-from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, weight_key
+from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, reads_of, weight_key
+from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, gather_parts, restore_random_state
 from shardcore.checkpoint.values import decode
 from shardcore.errors import CheckpointError, RankMismatchError
@@ -70,8 +72,9 @@ def load(
     root = root_of(model, "checkpoint.load")
     crew = Crew(everyone(root))
     settle(crew)
-    stored, notes = crew.do("opening a checkpoint", lambda: open_checkpoint(Path(path), tag))
+    stored, notes = crew.do("opening a checkpoint", lambda: _open(Path(path), tag))
     _agree(crew, stored)
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.load"))
     crew.do("checking files", lambda: stored.check_headers(crew.rank, crew.axis.size))
     report = Report(path=stored.folder, world=int(stored.training.get("world", 0)), notes=notes)
@@ -92,6 +95,18 @@ def load(
         for note in report.notes:
             _log.warning("%s", note)
     return Loaded(stored.client_state, report)
+
+
+def _open(path: Path, tag: str | None) -> tuple[Stored, list[str]]:
+    try:
+        return open_checkpoint(path, tag)
+    except CheckpointError as error:
+        if not looks_like_deepspeed(path, tag):
+            raise
+        raise CheckpointError(
+            f"{path} was saved by DeepSpeed: make a checkpoint of it first, on one process, by shardcore ckpt "
+            f"import-deepspeed or shardcore.checkpoint.import_deepspeed({str(path)!r}, out), and load that"
+        ) from error
 
 
 def _agree(crew: Crew, stored: Stored) -> None:
@@ -135,7 +150,8 @@ def _load_tensors(
     on_disk = {p.slot for p in keeper.held_pieces() if MASTER in p.states} if keeper is not None else set()
 
     def read() -> None:
-        stored.read(_reads_of_weights(root, found, on_disk))
+        for reads in _reads_of_weights(root, found, on_disk):
+            stored.read(reads)
         for key, tensor in found.others.items():
             _load_whole(stored, key, tensor)
         _load_own_buffers(crew, stored, found)
@@ -152,16 +168,22 @@ def _load_tensors(
             group.end_load()
 
 
-def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> list[Read]:
-    reads = []
+def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> Iterator[list[Read]]:
+    """What can be read at once: all that is in memory, and each group whose parameters rest on a disk."""
+    together = []
     for group in root.groups:
-        memory = group.begin_load()
+        memory, reads = group.begin_load(), []
         for slot in group.slots:
             name = found.weights.get(slot.name)
             start, stop, offset = group.local_range(slot)
-            if name is not None and stop > start and slot not in on_disk:
-                reads.append(Read(weight_key(name), start, stop, memory[offset : offset + stop - start]))
-    return reads
+            if name is not None and slot not in on_disk:
+                out = memory[offset : offset + stop - start]
+                reads += reads_of(weight_key(name), slot.param, (start, stop), out)
+        if group.rests_on_disk:
+            yield reads
+        else:
+            together.extend(reads)
+    yield together
 
 
 def _load_whole(stored: Stored, key: tuple[str, str], tensor: torch.Tensor) -> None:
@@ -241,6 +263,7 @@ def from_hf(
     crew = Crew(everyone(root))
     settle(crew)
     stored = crew.do("opening files", lambda: Foreign(path, rename))
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.from_hf"))
     found = crew.do("matching names", lambda: match(model, root, stored))
     found.used.update(stored.left_out)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardcore._core import abandon_checkpoint, begin_checkpoint, check_host_memory, checkpoint_aside
@@ -23,6 +24,7 @@ from shardcore.checkpoint.holding import (
 )
 from shardcore.checkpoint.pending import Pending, remember, settle
 from shardcore.checkpoint.sharing import share
+from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, describe, gather_parts, merge, random_state
 from shardcore.checkpoint.writing import Job, Options
 from shardcore.errors import CheckpointError
@@ -87,11 +89,14 @@ def save(
     _agree(crew, path, tag, options)
     settle(crew)
     crew.do("preparing to save", lambda: root.come_to_rest("checkpoint.save"))
-    prints = buffer_prints(model, root)
-    holding = crew.do("looking at the model", lambda: hold(model, root, optimizer, prints, not exclude_frozen))
+    prints, ties = buffer_prints(model, root), ties_of(model, crew)
+    holding = crew.do("looking at the model", lambda: hold(model, root, optimizer, prints, ties, not exclude_frozen))
     _hold_random_state(holding, root, crew)
     others = gather_parts(scheduler, data, parts)
     mine = crew.do("describing the training", lambda: describe(model, root, optimizer, others, client_state))
+    if mine["optimizer"]:
+        for group in mine["optimizer"]["groups"]:
+            group["params"] = [holding.name_of(name) for name in group["params"]]
     training = merge(crew, holding, mine)
     job = Job(
         run=Path(path),
@@ -148,7 +153,7 @@ def _write_later(job: Job, crew: Crew, root: ShardedRoot) -> Path:
     crew.do("memory for a checkpoint", lambda: check_host_memory("the copy of what is saved", job.nbytes))
     _make_folder(job.run, job.tag, crew)
     for piece in job.holding.pieces:
-        if piece.may_change and piece.source is not None:
+        if piece.may_change and isinstance(piece.source, torch.Tensor):
             piece.source = piece.source.clone()
     pending = Pending(checkpoint_aside(job.run, job.tag), crew.axis)
     root.before_changes.append(pending.wait_for_copy)

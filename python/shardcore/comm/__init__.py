@@ -4,8 +4,16 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
-from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, note_alike, sum_over_ranks
+from shardcore.comm.activations import Pending, equal_parts, gather_dim, pass_on, reduce_dim, sum_tensor, swap_rows
+from shardcore.comm.agree import (
+    agree_on,
+    exchange,
+    fingerprint,
+    max_over_ranks,
+    note_alike,
+    note_choice,
+    sum_over_ranks,
+)
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
@@ -17,6 +25,7 @@ from shardcore.comm.collectives import (
     traffic,
     traffic_by_edge,
 )
+from shardcore.comm.files import write_dcp
 from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import STEP, Program
 from shardcore.comm.quantized import packed_nbytes
@@ -63,7 +72,9 @@ __all__ = [
     "max_over_ranks",
     "name_of_next_model",
     "note_alike",
+    "note_choice",
     "packed_nbytes",
+    "pass_on",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_dim",
@@ -73,10 +84,12 @@ __all__ = [
     "settle",
     "sum_over_ranks",
     "sum_tensor",
+    "swap_rows",
     "timeout_s",
     "torch_call",
     "traffic",
     "traffic_by_edge",
     "unpack",
     "world_group",
+    "write_dcp",
 ]

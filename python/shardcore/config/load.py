@@ -11,12 +11,13 @@ from shardcore.config.choose import choose_optimizer, choose_scheduler
 from shardcore.config.config import Config
 from shardcore.config.keys import Field
 from shardcore.config.read import Source, read_source
-from shardcore.config.sections import SECTIONS, TensorConfig
+from shardcore.config.sections import SECTIONS, PipelineConfig, TensorConfig
 from shardcore.config.table import TABLE
 from shardcore.config.walk import Findings, walk
 from shardcore.errors import ConfigError
 
 DROP_IN_CLIPPING = 1.0
+_PARTITIONS = ("parameters", "uniform", "best")
 _BATCH_KEYS = tuple(
     path for path, entry in TABLE.items() if isinstance(entry, Field) and entry.target.startswith("batch.")
 )
@@ -69,6 +70,7 @@ def load_config(
     _check_offload(sections, findings)
     _check_network(sections, findings)
     _check_tensor(sections["tensor"], findings)
+    _check_pipeline(sections["pipeline"], findings)
     config = Config(
         **sections,
         drop_in=drop_in,
@@ -145,10 +147,6 @@ def _check_precision(sections: Mapping[str, Any], findings: Findings) -> None:
 def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
     offload, stage = sections["offload"], sections["zero"].stage
     section = "zero_optimization.offload"
-    if offload.param_device == "nvme":
-        findings.problems.append(
-            f'{section}_param.device: parameters on a disk are not available yet; use "cpu" or "none"'
-        )
     if offload.param_device != "none" and stage < 3:
         findings.problems.append(
             f'{section}_param.device: "{offload.param_device}" needs zero_optimization.stage 3, got {stage}: at lower '
@@ -158,8 +156,16 @@ def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
         findings.problems.append(
             f'{section}_optimizer.device: "{offload.optimizer_device}" needs zero_optimization.stage 1, 2 or 3, got 0'
         )
-    if offload.optimizer_device == "nvme" and offload.optimizer_path is None:
-        findings.problems.append(f'{section}_optimizer.nvme_path: missing; "nvme" needs the folder of the disk')
+    paths = {"optimizer": offload.optimizer_path, "param": offload.param_path}
+    on_disk = [name for name in paths if getattr(offload, f"{name}_device") == "nvme"]
+    for name in on_disk:
+        if paths[name] is None:
+            findings.problems.append(f'{section}_{name}.nvme_path: missing; "nvme" needs the folder of the disk')
+    if len(on_disk) == 2 and None not in paths.values() and len(set(paths.values())) == 2:
+        findings.problems.append(
+            f"{section}_param.nvme_path: one folder serves both, got {offload.param_path!r} and, in offload_optimizer, "
+            f"{offload.optimizer_path!r}; give the same"
+        )
 
 
 def _check_network(sections: Mapping[str, Any], findings: Findings) -> None:
@@ -196,6 +202,22 @@ def _check_tensor(tensor: TensorConfig, findings: Findings) -> None:
     if len(set(given.values())) > 1:
         told = ", ".join(f"{key} is {num_ranks}" for key, num_ranks in given.items())
         findings.problems.append(f"{told}: these keys all give the number of tensor-parallel ranks; keep one of them")
+
+
+def _check_pipeline(pipeline: PipelineConfig, findings: Findings) -> None:
+    """Two keys say how layers are dealt out; one that is given must be known, and two must say the same."""
+    given = {"partition": pipeline.partition, "partition_method": pipeline.partition_method}
+    for key, method in given.items():
+        if method is not None and method not in _PARTITIONS and not method.startswith("type:"):
+            findings.problems.append(
+                f'pipeline.{key}: expected one of {", ".join(_PARTITIONS)}, or "type:" and a pattern of class names, '
+                f"got {method!r}"
+            )
+    if None not in given.values() and len(set(given.values())) > 1:
+        findings.problems.append(
+            f"pipeline.partition is {pipeline.partition!r}, pipeline.partition_method is "
+            f"{pipeline.partition_method!r}: both say how layers are dealt out; keep one of them"
+        )
 
 
 def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:

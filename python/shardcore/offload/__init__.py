@@ -16,7 +16,9 @@ from .host_pool import HostPool
 from .lanes import Lane, Ticket
 from .passing import Passing, PassingStore
 from .policy import Offload
-from .shards import ShardMemory, ShardSpec, place_shards, take_pool
+from .shard_store import ShardStore, StoredShard
+from .shards import ShardMemory, ShardSpec, place_shards
+from .taking import take_pool
 from .tiles import TileSpec, TileStore
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "PassingStore",
     "ShardMemory",
     "ShardSpec",
+    "ShardStore",
+    "StoredShard",
     "SwapFile",
     "Ticket",
     "TileSpec",

@@ -11,10 +11,11 @@ from shardcore.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "params": (None, "cpu"),
+    "params": (None, "cpu", "nvme"),
     "grads": (None, "cpu"),
     "states": (None, "cpu", "nvme"),
 }
+_LEAST = {"tile_numel": 1, "num_tiles": 1, "host_param_nbytes": 0, "queue_depth": 1, "block_nbytes": 4096}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,7 @@ class Offload:
     """
 
     params: str | None = None
-    """``"cpu"``: this rank's shard of the parameters rests in host memory (stage 3)."""
+    """``"cpu"`` or ``"nvme"``: this rank's shard of the parameters rests there (stage 3)."""
     grads: str | None = None
     """``"cpu"``: reduced gradients go to host memory in each backward. None: at the update, where that runs there."""
     states: str | None = None
@@ -41,6 +42,10 @@ class Offload:
     """Elements of a shard that move between host memory and disk as one, and are updated as one."""
     num_tiles: int = 4
     """Tiles that host memory has room for with ``states="nvme"``; tiles beyond three save disk traffic."""
+    host_param_nbytes: int | None = None
+    """With ``params="nvme"``: bytes of host memory for shards of parameters on their way, of this rank; at least the
+    largest shard has room. None: three of the largest.
+    """
     queue_depth: int = 32
     """Transfers to and from the disk that are under way at once."""
     block_nbytes: int = 1 << 20
@@ -69,24 +74,30 @@ class Offload:
         problems = []
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and (name, value) != ("params", "nvme"):
+            if value not in choices:
                 problems.append(f"{name}={value!r}): expected {' or '.join(map(repr, choices))}")
         if self.ratio != 1.0:
             problems.append(f"ratio={self.ratio!r}): updating a part on the device is not available yet; leave it out")
-        for name, least in (("tile_numel", 1), ("num_tiles", 1), ("queue_depth", 1), ("block_nbytes", 4096)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
+            if value is None and name == "host_param_nbytes":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 problems.append(f"{name}={value!r}): expected an integer of at least {least}")
         return problems
 
     def _contradictions(self) -> list[str]:
         problems = []
-        if self.params == "nvme":
-            problems.append('params="nvme"): parameters on a disk are not available yet; use params="cpu"')
-        if self.states == "nvme" and not self.folders:
-            problems.append('states="nvme"): give the folder of the disk, path=...')
-        if self.states != "nvme" and self.path is not None:
+        on_disk = [name for name in ("params", "states") if getattr(self, name) == "nvme"]
+        if on_disk and not self.folders:
+            problems.append(f'{on_disk[0]}="nvme"): give the folder of the disk, path=...')
+        if not on_disk and self.path is not None:
             problems.append(f'path={str(self.path)!r}): nothing rests on a disk; add states="nvme", or leave it out')
+        if self.params != "nvme" and self.host_param_nbytes is not None:
+            problems.append(
+                f'host_param_nbytes={self.host_param_nbytes!r}): no parameters rest on a disk; add params="nvme", or '
+                "leave it out"
+            )
         if self.grads is not None and self.states is None:
             problems.append('grads="cpu"): the update needs them on the device; add states="cpu", or leave it out')
         return problems

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardcore import comm
-from shardcore._core import check_host_memory
-from shardcore.errors import StorageError
-from shardcore.offload.host_pool import HostPool
+from shardcore.offload.shard_store import ShardStore, StoredShard
+from shardcore.offload.taking import take_pool
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -36,18 +33,26 @@ class ShardMemory:
     """The tensors [shard_numel] of one group's shard that rest outside the device; None for one that stays on it."""
 
     own: torch.Tensor | None = None
+    stored: StoredShard | None = None
+    """The shard of the parameters where it rests on a disk."""
     master: torch.Tensor | None = None
     """Of no elements where masters rest on a disk."""
     grad: torch.Tensor | None = None
     grad_rests: bool = False
     """``grad`` is where reductions are summed up; else it is filled when all of a step's are complete."""
 
+    @property
+    def has_own(self) -> bool:
+        """Whether the shard of the parameters rests outside the device."""
+        return self.own is not None or self.stored is not None
+
 
 def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.device, axis: Axis) -> list[ShardMemory]:
-    """Host memory for what of these shards rests there, or passes through on its way from the device. Collective.
+    """Host memory for what of these shards rests there, or passes through on its way from the device, and a file for
+    parameters that rest on a disk. Collective.
 
     Raises:
-        StorageError: the machine has less; the message has the sum, state by state.
+        StorageError: the machine has less; the message has the sum, state by state. Or the disk has.
     """
     wanted = [
         (group, name, dtype) for group, shard in enumerate(shards) for name, dtype in _wanted(offload, shard, device)
@@ -61,34 +66,11 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
         for memory, shard in zip(found, shards, strict=True):
             if shard.trainable:
                 memory["master"] = torch.empty(0, dtype=shard.master)
+    if offload.params == "nvme":
+        store = ShardStore(offload, [(shard.numel, shard.param) for shard in shards], device, axis)
+        for index, memory in enumerate(found):
+            memory["stored"] = StoredShard(store, index)
     return [ShardMemory(**memory, grad_rests=offload.grads == "cpu") for memory in found]
-
-
-def take_pool(tensors: Iterable[tuple[str, int, torch.dtype]], axis: Axis, *, pin: bool) -> HostPool:
-    """A pool for exactly these tensors, each (what it is, numel, dtype), to be taken in this order. Collective over
-    ``axis``: all ranks see whether the memory of the machine is enough for those on it before any takes its own.
-
-    Raises:
-        StorageError: the machine has less; the message has the sum by what the tensors are.
-    """
-    listed = list(tensors)
-    nbytes = HostPool.required((numel, dtype) for _, numel, dtype in listed)
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        check_host_memory(f"offload ({num_ranks} ranks on this machine x {_sum_of(listed)})", nbytes * num_ranks)
-        comm.max_over_ranks(torch.zeros(1, dtype=torch.uint8), axis, "host memory")
-        return HostPool(nbytes, pin=pin)
-    except StorageError as error:
-        comm.report_failure(error)
-        raise
-
-
-def _sum_of(tensors: Sequence[tuple[str, int, torch.dtype]]) -> str:
-    sums: dict[str, int] = {}
-    for what, numel, dtype in tensors:
-        sums[what] = sums.get(what, 0) + numel * dtype.itemsize
-    terms = " + ".join(f"{what} {nbytes}" for what, nbytes in sums.items())
-    return f"({terms} = {sum(sums.values())} bytes)"
 
 
 _WHAT = {"own": "parameters", "master": "master weights", "grad": "gradients"}

@@ -1,7 +1,5 @@
-"""Optimizer states on a disk: tiles in one file, of which host memory holds a few at a time.
-
-The file has all its space from the start and no name, so a disk that is too small shows before training, and nothing is
-left behind however the process ends. What moves when is planned by the Rust core (``plan.plan_swap``).
+"""Optimizer states on a disk: tiles in one file, of which host memory holds a few at a time. What moves when is planned
+by the Rust core (``plan.plan_swap``).
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardcore import comm, plan
-from shardcore._core import IoEngine, IoHandle, SwapFile
+from shardcore import plan
+from shardcore._core import IoHandle
 from shardcore.errors import StateError, StorageError
+from shardcore.offload.disk import open_disk
 from shardcore.offload.policy import Offload
-from shardcore.offload.shards import take_pool
+from shardcore.offload.taking import take_pool
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -51,13 +50,7 @@ class TileStore:
         self.host_nbytes = pool.nbytes
         """Bytes of host memory."""
         self._slots = [pool.tensor(slot_nbytes, torch.uint8) for _ in range(num_slots)]
-        self._engine = IoEngine(queue_depth=offload.queue_depth, block_nbytes=offload.block_nbytes)
-        pool.register(self._engine)
-        try:
-            self._file = SwapFile(self._engine, offload.folders, self.file_nbytes, stripe_nbytes=offload.block_nbytes)
-        except StorageError as error:
-            comm.report_failure(error)
-            raise
+        self._engine, self._file = open_disk(offload, self.file_nbytes, pool)
         self._under_way: list[IoHandle | None] = [None] * num_slots
         self._residents: list[int | None] = [None] * num_slots
         self._on_disk: set[int] = set()

@@ -100,6 +100,6 @@ def _is_constant(scale: LossScale) -> bool:
 def _ranges(group: ShardedGroup, mine: Sequence[ParameterSlot]) -> list[tuple[ShardedGroup, int, int]]:
     """The whole shard where all parameters are held, else the pieces of those that are."""
     if len(mine) == len(group.slots):
-        return [(group, 0, group.own.numel())]
+        return [(group, 0, group.shard_numel)]
     pieces = [group.local_range(slot) for slot in mine]
     return [(group, offset, offset + stop - start) for start, stop, offset in pieces]

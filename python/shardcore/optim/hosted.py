@@ -77,7 +77,8 @@ def writes_parameters(inner: torch.optim.Optimizer, group: Any) -> bool:
     """Whether the kernel that updates the group's masters also writes its 16-bit parameters, in the same pass."""
     return (
         isinstance(inner, CPUOptimizer)
-        and group.master is not group.own
+        and group.has_masters
+        and not group.rests_on_disk  # a few of them are in memory at a time
         and group.master.dtype == torch.float32
         and group.own.dtype in (torch.bfloat16, torch.float16)
         and group.own.device.type == "cpu"

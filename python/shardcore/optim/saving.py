@@ -36,7 +36,7 @@ def save(pieces: Sequence[Piece], update: Update, groups: Sequence[Options]) -> 
         "state": {i: inner.state[piece.tensor] for i, piece in enumerate(pieces) if piece.tensor in inner.state},
         "param_groups": _with_numbers(options, [piece.options for piece in pieces]),
         "pieces": [_place(piece) for piece in pieces],
-        "masters": {i: piece.tensor for i, piece in enumerate(pieces) if piece.group.master is not piece.group.own},
+        "masters": {i: piece.tensor for i, piece in enumerate(pieces) if piece.group.has_masters},
     }
 
 
@@ -99,7 +99,7 @@ def _restore_masters(pieces: Sequence[Piece], roots: Sequence[ShardedRoot], mast
             if master is not None:
                 piece.tensor.copy_(master)
     for group in [group for root in roots for group in root.groups if group.trainable]:
-        if group.master is not group.own:
+        if group.has_masters:
             group.publish()
 
 

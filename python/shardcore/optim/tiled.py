@@ -118,7 +118,7 @@ class TiledUpdate(Update):
     def _bind(self, tile: _Tile, pieces: list[Piece], parts: list[torch.Tensor]) -> None:
         master, states = parts[0], dict(zip(tile.states, parts[1:], strict=True))
         if tile.num_edits != tile.group.num_edits:
-            own = tile.group.own[tile.start : tile.stop].to(master.device)
+            own = tile.group.own_to_read[tile.start : tile.stop].to(master.device)
             # Values that masters round to were not edited: there they keep their full precision.
             is_kept = (master.to(own.dtype) == own) if tile.num_edits else torch.zeros_like(own, dtype=torch.bool)
             master.copy_(torch.where(is_kept, master, own.to(master.dtype)))

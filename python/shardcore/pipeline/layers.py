@@ -15,7 +15,6 @@ from shardcore.pipeline.model_part import ModelPart
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
 from shardcore.pipeline.transformers_model import is_transformers_model, parts_of
-from shardcore.protocols import splits_sequence
 
 Partition = str | Sequence[int]
 
@@ -43,6 +42,8 @@ class BuiltLayer:
     name: str
     module: Any
     apply: Callable[[Any], Any]
+    class_name: str
+    """As :attr:`Layer.class_name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,8 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     model.
 
     Raises:
-        ConfigError: anything else, an entry that cannot be called, or a model whose activations are split along the
-            sequence.
+        ConfigError: anything else, or an entry that cannot be called.
     """
-    if splits_sequence(model):
-        raise ConfigError(
-            f"Pipeline: the activations of {type(model).__name__} are split along the sequence from its first block to "
-            "its last, which no stage has all of; call shardcore.tensor.parallelize without sequence"
-        )
     if isinstance(model, nn.Sequential):
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):
@@ -155,10 +150,10 @@ class Builder:
             module: Any = self._tied[source.key]
             if source.forward_fn is not None:
                 forward = source.forward_fn
-                return BuiltLayer(layer.name, module, lambda value: forward(module, value))
+                return BuiltLayer(layer.name, module, lambda value: forward(module, value), layer.class_name)
         else:
             module = self._make(source, layer.name) if isinstance(source, LayerSpec) else source
-        return BuiltLayer(layer.name, module, lambda value: call(module, value))
+        return BuiltLayer(layer.name, module, lambda value: call(module, value), layer.class_name)
 
     def _make(self, spec: LayerSpec, name: str) -> Any:
         with torch.random.fork_rng(devices=[]):

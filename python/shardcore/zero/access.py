@@ -49,7 +49,8 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """This rank's piece of a parameter as (tensor, start, stop): elements [start, stop) of the flattened parameter.
 
     The tensor is a view of the shard, to be read: masters and other ranks do not learn of what is written to it; edit
-    inside ``summon(writeback=True)``. Empty where this rank holds nothing of it.
+    inside ``summon(writeback=True)``. It is a copy where the shard rests on a disk. Empty where this rank holds nothing
+    of it.
 
     Raises:
         ConfigError: the parameter is not sharded.
@@ -63,7 +64,7 @@ def local_shard(param: nn.Parameter) -> tuple[torch.Tensor, int, int]:
     slot.group.root.check_here("lp_params", what="local_shard")
     if slot.group.state.value == "unsharding":
         slot.group.complete(exact=False)
-    return slot.group.own[offset : offset + stop - start], start, stop
+    return slot.group.copy_of_own(offset, offset + stop - start), start, stop
 
 
 def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> dict[str, torch.Tensor]:

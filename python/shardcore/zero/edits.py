@@ -10,6 +10,7 @@ import torch
 from shardcore import _torch_private as private
 from shardcore.errors import StateError
 from shardcore.zero.guard import replaced_data
+from shardcore.zero.resting import RestingShard
 from shardcore.zero.state import ParamState
 
 if TYPE_CHECKING:
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
     from shardcore.zero.saved import VersionCounters
 
 
-class Edits:
+class Edits(RestingShard):
     """Mixed into the group."""
 
     name: str
     full: torch.Tensor
-    own: torch.Tensor
-    master: torch.Tensor
     slots: Sequence[ParameterSlot]
     root: Any
     state: ParamState
@@ -81,14 +80,14 @@ class Edits:
         masters.
         """
         if self._frees:
-            self.own.copy_(self.full[self._slice])
+            self.own_to_fill.copy_(self.full[self._slice])
         self.invalidate_copies()
         self._refresh_masters(slice(None))
         self.note_versions()
 
     def adopt_edits_if_any(self) -> None:
         """As :meth:`adopt_edits`, if a parameter was, or may have been, written to since the last time."""
-        if self.master is self.own or self.releases or "lp_params" in self.root.offloaded:
+        if not self.has_masters or self.releases or "lp_params" in self.root.offloaded:
             return
         if self._memory_was_taken or self._versions != self.versions.now():
             self.complete()
@@ -126,7 +125,8 @@ class Edits:
 
     def begin_load(self) -> torch.Tensor:
         """The memory [shard_numel] that a checkpoint is loaded into: masters where these are here, else the shard of
-        the parameters. These show it after :meth:`end_load`; gathered ones are released.
+        the parameters, which is to be filled at once where it rests on a disk. Parameters show it after
+        :meth:`end_load`; gathered ones are released.
         """
         self.root.about_to_change()
         if self.releases:
@@ -140,11 +140,6 @@ class Edits:
         if self.masters_are_away:
             self.num_edits += 1
         self.publish(copied=self.masters_are_away)
-
-    @property
-    def masters_are_away(self) -> bool:
-        """Whether masters rest on a disk, and are here in steps only."""
-        return self.master.numel() != self.own.numel()
 
     def publish(self, *, copied: bool = False) -> None:
         """Make the masters the parameters."""
@@ -164,6 +159,6 @@ class Edits:
         """
         if self.masters_are_away:
             self.num_edits += 1
-        elif self.master is not self.own:
-            own, master = self.own[part], self.master[part]
+        elif self.has_masters:
+            own, master = self.own_to_read[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))

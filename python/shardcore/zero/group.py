@@ -45,7 +45,8 @@ class ShardGroup(Edits, JoinsGathers):
 
     Buffers, in elements: ``full`` [padded_numel] of the parameter dtype, ``own`` [shard_numel] this rank's shard of it,
     ``master`` [shard_numel] of the master dtype (``own`` itself where parameters are not 16-bit and masters rest with
-    them). ``memory`` has those of them, and of gradients, that rest outside the device.
+    them). ``memory`` has those of them, and of gradients, that rest outside the device; on a disk in the case of
+    ``stored``.
     """
 
     pins = 0
@@ -72,6 +73,7 @@ class ShardGroup(Edits, JoinsGathers):
         precision: Precision,
         shard_axis: Axis,
         replicate_axis: Axis,
+        data_axis: Axis,
         device: torch.device,
         gathering: Gathering,
         memory: ShardMemory,
@@ -90,21 +92,22 @@ class ShardGroup(Edits, JoinsGathers):
         """Parameters that ``load_state_dict`` is about to copy to."""
         self.shard_axis = shard_axis
         """The ranks that hold one copy of the parameters together."""
-        self.data_axis = _data_axis(shard_axis, replicate_axis)
+        self.data_axis = data_axis
+        """All that hold them, or shards of them."""
         self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self.nbytes = self.full.untyped_storage().nbytes()
         """Bytes of the whole parameters, padding included."""
-        if not self._adopt_parameters():
-            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._adopt_parameters()
         self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
-        self._frees = self.releases and (shard_axis.size > 1 or memory.own is not None)
-        self.own = self._make_own(memory.own)
-        self.master = self._make_master(precision.master_dtype(dtype), memory.master)
+        self._stored = memory.stored
+        self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
+        self._own = self._make_own(memory.own)
+        self._master = self._make_master(precision.master_dtype(dtype), memory.master)
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:
@@ -225,8 +228,8 @@ class ShardGroup(Edits, JoinsGathers):
         """
         if self.state is ParamState.UNSHARDING:
             self._arrive()
-        if self.master is not self.own and not copied:
-            self.own.copy_(self.master)
+        if self.has_masters and not copied:
+            self.own_to_fill.copy_(self.master)
         self.invalidate_copies()
         self.versions.count_write()
         self.note_versions()
@@ -270,7 +273,9 @@ class ShardGroup(Edits, JoinsGathers):
         self._gathering.invalidate()
 
     def _start_gather(self, name: str, *, exact: bool) -> None:
-        self._handle = self._gathering.start(self.full, self._slice, self.own, name, self._program, exact=exact)
+        shard = self.own_to_read
+        self._handle = self._gathering.start(self.full, self._slice, shard, name, self._program, exact=exact)
+        self._note_device_read()
 
     def _finish_gather(self) -> None:
         if self._handle is not None:
@@ -284,9 +289,9 @@ class ShardGroup(Edits, JoinsGathers):
             self._move(ParamState.UNSHARDED)
             self.versions.show()
 
-    def _adopt_parameters(self) -> bool:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
-        ranks have the same values already.
+    def _adopt_parameters(self) -> None:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it; those of the first
+        rank count. Collective over the data axis.
         """
         agreed = True
         with torch.no_grad():
@@ -295,20 +300,28 @@ class ShardGroup(Edits, JoinsGathers):
                 agreed &= move_into(slot.param, flat)
                 slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
-        return agreed
+        # What was in pieces is alike along "dp" already.
+        axis, mesh = self.data_axis, self.data_axis.mesh
+        if not agreed or mesh is None or axis.key != mesh["dp"].key:
+            comm.broadcast(self.full, axis, 0, self.name).wait()
 
     def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
         own = self.full[self._slice]
+        if self._stored is not None:
+            self._stored.fill().copy_(own)
+            return own.new_empty(0)
         if memory is not None:
             return memory.copy_(own)
         return own.clone() if self._frees else own
 
-    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+    def _make_master(self, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """None where masters are the parameters themselves."""
+        own = self.full[self._slice]
         if memory is not None:
-            return memory if memory.numel() == 0 else memory.copy_(self.own)
-        if not self.trainable or dtype == self.full.dtype:
-            return self.own
-        return self.own.to(dtype)
+            return memory if memory.numel() == 0 else memory.copy_(own)
+        if not self.trainable or (dtype == own.dtype and self._stored is None):
+            return None
+        return own.to(dtype, copy=True)
 
     def _make_gradients(
         self, precision: Precision, dtype: torch.dtype, replicate_axis: Axis, memory: ShardMemory
@@ -391,10 +404,3 @@ class ShardGroup(Edits, JoinsGathers):
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
-
-
-def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:
-    mesh = shard_axis.mesh
-    if mesh is None or replicate_axis.size == 1:
-        return shard_axis
-    return replicate_axis if shard_axis.size == 1 else mesh["dp"]

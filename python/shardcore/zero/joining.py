@@ -10,6 +10,7 @@ import torch
 
 from shardcore import comm
 from shardcore.zero.aliases import reclaim, release
+from shardcore.zero.resting import RestingShard
 from shardcore.zero.state import ParamState
 
 if TYPE_CHECKING:
@@ -65,12 +66,11 @@ class JoinsReductions:
         self._host_is_current = False
 
 
-class JoinsGathers:
+class JoinsGathers(RestingShard):
     """Part of :class:`shardcore.zero.group.ShardGroup`."""
 
     name: str
     full: torch.Tensor
-    own: torch.Tensor
     slots: Sequence[ParameterSlot]
     state: ParamState
     grads: GroupGradients | None
@@ -87,7 +87,8 @@ class JoinsGathers:
         is_away = self.state is ParamState.SHARDED and self.shard_axis.size > 1
         if is_away:
             reclaim(self.full, self.nbytes)
-        self.full[self._slice].copy_(self.own)
+        self.full[self._slice].copy_(self.own_to_read)
+        self._note_device_read()
         comm.gather_shards(self.full, self.shard_axis, self.name).wait()
         if is_away:
             release(self.full, self.slots, self.name, was_shown=False)

@@ -122,13 +122,14 @@ def _parameters(root: Root) -> list[torch.Tensor]:
         if not group.releases:
             group.complete()
         group.invalidate_copies()  # the next gather makes them anew
-    return [group.own if group.releases else group.full for group in root.groups]
+    here = [group for group in root.groups if not group.rests_on_disk]
+    return [group.own if group.releases else group.full for group in here]
 
 
 def _masters(root: Root) -> list[torch.Tensor]:
     for group in root.groups:
         group.adopt_edits_if_any()
-    return [group.master for group in root.groups if group.master is not group.own]
+    return [group.master for group in root.groups if group.has_masters]
 
 
 def _whole_grads(root: Root) -> list[torch.Tensor]:

@@ -58,6 +58,8 @@ class Prefetcher:
         self._takes_turns = takes_turns
         units = [(group.name, group.nbytes) for group in groups]
         self.coordinator = plan.PrefetchCoordinator(units, **asdict(limits))
+        self._numbers = {group.name: group.index for group in groups}
+        self._store = next((group.store for group in groups if group.store is not None), None)
         self._is_running = self._has_failed = False
 
     def begin(self, kind: str) -> None:
@@ -69,6 +71,7 @@ class Prefetcher:
             kind = "by turns"  # never ended, so never planned
         self._is_running = True
         release, start = self.coordinator.begin(kind)
+        self._read_ahead(kind)
         self._release(release)
         self._start(start)
 
@@ -111,6 +114,12 @@ class Prefetcher:
         """The step has failed: everything is released, and its order is forgotten."""
         self._is_running = self._has_failed = False
         self._release(self.coordinator.reset())
+
+    def _read_ahead(self, kind: str) -> None:
+        """Let shards that rest on a disk come into host memory in the order in which the plan gathers them."""
+        step = None if self._store is None else self.coordinator.plan(kind)
+        if self._store is not None and step is not None:
+            self._store.expect([self._numbers[name] for name, _, _ in step.gathers])
 
     def _release(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -84,13 +84,13 @@ def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
     if group.state.value != "sharded":
         group.complete(exact=False)
     piece.copy_(value.reshape(-1))
-    if group.master is not group.own:
+    if group.has_masters:
         _piece(slot, group.own).copy_(piece)
     if not group.releases:
-        _assemble_into(slot, group.own, group.full[slot.offset : slot.offset + slot.numel])
+        _assemble_into(slot, group.own_to_read, group.full[slot.offset : slot.offset + slot.numel])
     elif group.state.value == "unsharded":
         start, stop, _ = group.local_range(slot)
-        group.full[slot.offset + start : slot.offset + stop].copy_(_piece(slot, group.own))
+        group.full[slot.offset + start : slot.offset + stop].copy_(_piece(slot, group.own_to_read))
     _note_write(slot)
 
 
@@ -192,12 +192,13 @@ def write_whole(slot: ParameterSlot, value: torch.Tensor) -> None:
         group.complete(exact=False)
     with torch.no_grad():
         value = value.detach().to(group.full.device)
-        held = group.own if group.masters_are_away else group.master
-        _piece(slot, held).copy_(value.reshape(-1)[start:stop])
-        if held is not group.own:
-            _piece(slot, group.own).copy_(_piece(slot, held))
         if group.masters_are_away:
+            _piece(slot, group.own).copy_(value.reshape(-1)[start:stop])
             group.num_edits += 1
+        else:
+            _piece(slot, group.master).copy_(value.reshape(-1)[start:stop])
+            if group.has_masters:
+                _piece(slot, group.own).copy_(_piece(slot, group.master))
         if group.state.value == "unsharded":
             group.full[slot.offset : slot.offset + slot.numel].copy_(value.to(group.master.dtype).reshape(-1))
     _note_write(slot)
@@ -236,7 +237,7 @@ def _check_trainable(slot: ParameterSlot, what: str) -> None:
 
 def _masters(group: ShardGroup) -> torch.Tensor:
     """This rank's masters, with what the user wrote into whole parameters."""
-    group.root.check_here("lp_params" if group.master is group.own else "hp_params", what="reading a master weight")
+    group.root.check_here("hp_params" if group.has_masters else "lp_params", what="reading a master weight")
     if group.masters_are_away:
         raise StateError(
             f"reading a master weight of {group.name}: masters rest on a disk (Offload(states='nvme')) and are here in "
