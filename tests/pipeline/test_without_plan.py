@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardcore as sc
-from pipeline.test_transformers import batch
+from pipeline.test_transformers import batch, llama
 from shardcore.errors import ConfigError
 from shardcore.pipeline import Pipeline, build_layers
 from shardcore.testing import spmd
@@ -134,3 +134,44 @@ def test_what_cannot_be_cut_is_refused() -> None:
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     with pytest.raises(ConfigError, match="has 2 lists of blocks"):
         Pipeline(T5ForConditionalGeneration(config), sc.Mesh())
+
+
+def values_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """This rank's parameters."""
+    return {name: param.detach().clone() for name, param in pipe.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", ["OPT", "Llama"])
+@spmd(world=2)
+def test_a_model_on_meta_is_built_where_it_runs(name: str) -> None:
+    """No rank has parameters of the other's stage, and values do not depend on the number of stages."""
+    pipes, built = [], []
+    for pp in (2, 1):
+        with torch.device("meta"):
+            model = llama(tied=True) if name == "Llama" else build(name)
+        pipes.append(Pipeline(model, sc.Mesh(pp=pp), num_microbatches=2))
+        built.append({key for key, param in model.named_parameters(remove_duplicate=False) if not param.is_meta})
+        assert not any(buffer.is_meta for buffer in model.buffers())
+    pipe, whole = (values_of(each) for each in pipes)
+    assert built[0] <= set(pipe)
+    assert built[0] < built[1] == {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    for key, value in pipe.items():
+        assert torch.equal(value, whole[key]), key
+        assert value.isfinite().all()
+    sc.shard(pipes[0], pipes[0].mesh, stage=1)
+    optimizer = sc.optimizer("sgd", pipes[0], lr=0.5)
+    losses = [float(pipes[0].train_batch(iter([batch(0, i) for i in range(2)]), optimizer)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_what_cannot_be_initialised_is_named() -> None:
+    with torch.device("meta"):
+        model = build("GPTNeo", dropout=True)
+    block = model.transformer.h[0]
+    block.register_buffer("table", torch.empty(3, dtype=torch.int64, device="meta"))
+    with pytest.raises(ConfigError, match=r"table of .* is on the meta device"):
+        build_layers(model)
+    with torch.device("meta"):
+        model = build("OPT")
+    with pytest.raises(ConfigError, match="where nothing takes time"):
+        Pipeline(model, sc.Mesh(), partition="profile", example=batch(0, 0))

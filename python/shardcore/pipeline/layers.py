@@ -153,6 +153,8 @@ class Builder:
                 return BuiltLayer(layer.name, module, lambda value: forward(module, value), layer.class_name)
         else:
             module = self._make(source, layer.name) if isinstance(source, LayerSpec) else source
+            if isinstance(module, ModelPart):
+                module.fill(build_seed(self._seed, layer.name))
         return BuiltLayer(layer.name, module, lambda value: call(module, value), layer.class_name)
 
     def _make(self, spec: LayerSpec, name: str) -> Any:

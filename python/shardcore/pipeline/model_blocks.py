@@ -17,6 +17,7 @@ from torch import nn
 
 from shardcore.blocks import choose_blocks
 from shardcore.errors import ConfigError
+from shardcore.pipeline.first_values import FirstValues
 from shardcore.pipeline.model_part import ModelPart, move_buffers, replaced
 
 _HIDDEN = "hidden_states"
@@ -93,7 +94,8 @@ def parts_of_blocks(model: Any, device: torch.device) -> dict[str, ModelPart]:
     phases = probe.phases
     names = {phase: _outermost([name for name in phases if phases[name] == phase]) for phase in (_BEFORE, _AFTER)}
     before, after = ({name: model.get_submodule(name) for name in names[phase]} for phase in (_BEFORE, _AFTER))
-    move_buffers(model, [*blocks, *before.values(), *after.values()], device)
+    first_values = FirstValues(model, device)
+    move_buffers(model, [*blocks, *before.values(), *after.values()], device, first_values)
     calls: list[tuple[Any, Any]] = []
     stand_ins = [_StandIn(calls, wrap, ends=i == len(blocks) - 1) for i in range(len(blocks))]
     head = replaced(model, {path: nn.ModuleList(stand_ins), **{name: nn.Identity() for name in after}})
@@ -104,7 +106,25 @@ def parts_of_blocks(model: Any, device: torch.device) -> dict[str, ModelPart]:
     for i, block in enumerate(blocks):
         links[f"{path}.{i}"] = ModelPart({f"{path}.{i}": block}, _step(block))
     links[next(reversed(after))] = ModelPart(after, _finish(tail, given), tail)
+    for link in links.values():
+        link.first_values = first_values
     return links
+
+
+def _with_zeros(module: Any) -> Any:
+    """A shallow copy with zeros on the CPU for what is on the meta device; they take no memory."""
+
+    def zeros(tensor: Any) -> Any:
+        if tensor is None or not tensor.is_meta:
+            return tensor
+        empty = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+        return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+    children = {name: child and _with_zeros(child) for name, child in module._modules.items()}
+    clone = replaced(module, children)
+    for kind in ("_parameters", "_buffers"):
+        clone.__dict__[kind] = {name: zeros(tensor) for name, tensor in getattr(module, kind).items()}
+    return clone
 
 
 def _path_of_blocks(model: nn.Module) -> str:
@@ -134,8 +154,8 @@ class _Probe:
         """Of its first argument and its output."""
         self._name, self._num_blocks = type(model).__name__, num_blocks
         stand_ins = nn.ModuleList(_StandIn(self.calls, wrap) for _ in range(num_blocks))
-        self._clone = replaced(model, {path: stand_ins})
-        self._device = next(iter(model.parameters())).device
+        self._clone = _with_zeros(replaced(model, {path: stand_ins}))
+        self._device = next(iter(self._clone.parameters())).device
 
     def run(self) -> None:
         """Forward of two tokens."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore.pipeline.first_values import FirstValues
+
 
 class ModelPart(nn.Module):
     """Some modules of a model, under their names there, and how they act on the keyword arguments that travel.
@@ -23,8 +25,15 @@ class ModelPart(nn.Module):
         self._modules.update(parts)
         self.class_name = type(next(iter(parts.values()))).__name__
         self._acts = [act]  # in lists, as what they refer to is no child of this module
+        self.first_values: FirstValues | None = None
+        """How its parameters get memory and values where they are on the meta device."""
         own = set(self.modules())
         self._around = [] if around is None else [module for module in around.modules() if module not in own]
+
+    def fill(self, seed: int) -> None:
+        """Give what is on the meta device memory and values."""
+        if self.first_values is not None:
+            self.first_values.fill(filter(None, self._modules.values()), seed)
 
     def forward(self, value: Any) -> Any:
         """The arguments for the next part, or the logits."""
@@ -45,10 +54,11 @@ def replaced(module: Any, others: Mapping[str, nn.Module]) -> Any:
     return clone
 
 
-def move_buffers(model: nn.Module, parts: Iterable[nn.Module], device: torch.device) -> None:
+def move_buffers(model: nn.Module, parts: Iterable[nn.Module], device: torch.device, values: FirstValues) -> None:
     """Move the buffers of modules outside ``parts``, which several parts use: rotary frequencies, positions."""
     inside = {module for part in parts for module in part.modules()}
     for module in model.modules():
-        if module not in inside:
+        if module not in inside and module._buffers:
+            values.fill_own(module, type(module).__name__)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))

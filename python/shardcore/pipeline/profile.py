@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardcore import comm, plan
+from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.pipeline import values
 from shardcore.pipeline.data import to_device
@@ -35,6 +36,13 @@ def measure_layers(layers: Sequence[Layer], inputs: Any, mesh: Mesh, recompute: 
     names = json.dumps([f"{layer.name} {layer.class_name}" for layer in layers])
     for axis in ("pp", "dp"):
         comm.agree_on("the pipeline's layers", names, names, mesh[axis], plan.first_difference)
+    if any(
+        param.is_meta for layer in layers if isinstance(layer.source, nn.Module) for param in layer.source.parameters()
+    ):
+        raise ConfigError(
+            "Pipeline(partition='profile'): the model is on the meta device, where nothing takes time; build it on the "
+            "CPU, or choose another partition"
+        )
     builder = Builder(layers, seed)
     mail = values.dump((to_device(inputs, mesh.device), {}), "the example's inputs")
     seconds = []

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.pipeline.first_values import FirstValues
 from shardcore.pipeline.model_blocks import parts_of_blocks
 from shardcore.pipeline.model_part import ModelPart
 from shardcore.protocols import splits_sequence
@@ -55,8 +56,10 @@ def _parts_of_plan(model: Any, device: torch.device) -> dict[str, ModelPart]:
     before, blocks, after = _checked_plan(model, base)
     dot = f"{prefix}." if prefix else ""
     bare = _without(base, [*before, blocks, *after])
+    first_values = FirstValues(model, device)
     for child in bare._modules.values():
         if child is not None:
+            first_values.fill([child], seed=0)
             child.to(device)  # what every link uses: rotary embeddings
     own = {name: getattr(base, name) for name in before}
     passed = {name: _Zero() if isinstance(module, nn.Embedding) else nn.Identity() for name, module in own.items()}
@@ -76,6 +79,8 @@ def _parts_of_plan(model: Any, device: torch.device) -> dict[str, ModelPart]:
     parts = {f"{dot}{name}": module for name, module in last.items()} | (heads if prefix else {})
     outer = _without(model, [], {prefix: inner}) if prefix else inner
     links[next(reversed(parts))] = ModelPart(parts, _finish(outer, fed))
+    for link in links.values():
+        link.first_values = first_values
     return links
 
 
