@@ -83,6 +83,10 @@ class ShardedGroup(Protocol):
         """Whether ``own`` rests on a disk."""
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU updates the masters."""
+
+    @property
     def has_masters(self) -> bool:
         """Whether masters are kept beside the parameters."""
 

@@ -35,7 +35,9 @@ class Offload:
     path: PathLike | Sequence[PathLike] | None = None
     """Folder for ``"nvme"``, or several on a disk each, which are striped. Files in it have no names."""
     ratio: float = 1.0
-    """The part of each shard's states that is offloaded; only 1.0, all of it, is available yet."""
+    """With ``states="cpu"``: the part of all elements whose states are offloaded. The others stay on the device, which
+    updates them while the CPU updates its own. Whole groups of parameters, as near to it as they come.
+    """
     pin: bool = True
     """Register host memory with CUDA, where there is CUDA."""
     tile_numel: int = 1 << 22
@@ -76,8 +78,9 @@ class Offload:
             value = getattr(self, name)
             if value not in choices:
                 problems.append(f"{name}={value!r}): expected {' or '.join(map(repr, choices))}")
-        if self.ratio != 1.0:
-            problems.append(f"ratio={self.ratio!r}): updating a part on the device is not available yet; leave it out")
+        is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 <= self.ratio <= 1:
+            problems.append(f"ratio={self.ratio!r}): expected a number from 0 to 1")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name == "host_param_nbytes":
@@ -98,6 +101,8 @@ class Offload:
                 f'host_param_nbytes={self.host_param_nbytes!r}): no parameters rest on a disk; add params="nvme", or '
                 "leave it out"
             )
+        if self.ratio != 1 and self.states != "cpu":
+            problems.append(f'ratio={self.ratio!r}): a part is offloaded with states="cpu" only; leave it out')
         if self.grads is not None and self.states is None:
             problems.append('grads="cpu"): the update needs them on the device; add states="cpu", or leave it out')
         return problems

@@ -38,6 +38,8 @@ class ShardMemory:
     master: torch.Tensor | None = None
     """Of no elements where masters rest on a disk."""
     grad: torch.Tensor | None = None
+    updates_on_host: bool = False
+    """Whether the CPU updates the masters."""
     grad_rests: bool = False
     """``grad`` is where reductions are summed up; else it is filled when all of a step's are complete."""
 
@@ -54,8 +56,11 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
     Raises:
         StorageError: the machine has less; the message has the sum, state by state. Or the disk has.
     """
+    on_host = [offload.states is not None and is_there for is_there in _share(shards, offload.ratio)]
     wanted = [
-        (group, name, dtype) for group, shard in enumerate(shards) for name, dtype in _wanted(offload, shard, device)
+        (group, name, dtype)
+        for group, (shard, is_there) in enumerate(zip(shards, on_host, strict=True))
+        for name, dtype in _wanted(offload, shard, device, on_host=is_there)
     ]
     listed = [(_WHAT[name], shards[group].numel, dtype) for group, name, dtype in wanted]
     pool = take_pool(listed, axis, pin=offload.pin)
@@ -70,17 +75,32 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
         store = ShardStore(offload, [(shard.numel, shard.param) for shard in shards], device, axis)
         for index, memory in enumerate(found):
             memory["stored"] = StoredShard(store, index)
-    return [ShardMemory(**memory, grad_rests=offload.grads == "cpu") for memory in found]
+    return [
+        ShardMemory(**memory, updates_on_host=is_there, grad_rests=offload.grads == "cpu" and is_there)
+        for memory, is_there in zip(found, on_host, strict=True)
+    ]
 
 
 _WHAT = {"own": "parameters", "master": "master weights", "grad": "gradients"}
 
 
-def _wanted(offload: Offload, shard: ShardSpec, device: torch.device) -> list[tuple[str, torch.dtype]]:
+def _share(shards: Sequence[ShardSpec], ratio: float) -> list[bool]:
+    """Which shards the CPU updates: of all that were considered so far, always as near to ``ratio`` as they come."""
+    total, there, found = 0, 0, []
+    for shard in shards:
+        total += shard.numel if shard.trainable else 0
+        found.append(shard.trainable and there + shard.numel / 2 <= ratio * total)
+        there += shard.numel if found[-1] else 0
+    return found
+
+
+def _wanted(
+    offload: Offload, shard: ShardSpec, device: torch.device, *, on_host: bool
+) -> list[tuple[str, torch.dtype]]:
     names = []
     if offload.params == "cpu":
         names.append(("own", shard.param))
-    if offload.states is not None and shard.trainable:
+    if on_host:
         if offload.states == "cpu" and not (offload.params == "cpu" and shard.master == shard.param):
             names.append(("master", shard.master))
         if offload.grads == "cpu" or device.type != "cpu":

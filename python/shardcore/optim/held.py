@@ -57,10 +57,12 @@ class Held:
         return found
 
     def multiply(self, factor: float | torch.Tensor) -> None:
-        """Scale the gradients in place."""
-        for root in self._ranges:
-            for grad in self.grads(root):
-                grad.mul_(factor)
+        """Scale the gradients in place, on whichever device they are."""
+        found: dict[torch.device, float | torch.Tensor] = {}
+        for grad in [grad for root in self._ranges for grad in self.grads(root)]:
+            if grad.device not in found:
+                found[grad.device] = factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+            grad.mul_(found[grad.device])
 
     def with_gradient(self, roots: Sequence[ShardedRoot]) -> dict[nn.Parameter, bool]:
         """Finish the window: for each parameter, whether any rank has a gradient. Collective."""

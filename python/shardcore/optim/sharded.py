@@ -18,7 +18,7 @@ from shardcore.errors import ConfigError, StateError
 from shardcore.optim.agreement import agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
-from shardcore.optim.hosted import allocate_states, common_offload, on_host
+from shardcore.optim.hosted import common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
 from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
 from shardcore.optim.portable import Portable
@@ -27,7 +27,7 @@ from shardcore.optim.saving import restore, save
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
 from shardcore.optim.tiled import TiledUpdate
 from shardcore.optim.tokens import count_tokens, tokens_per_rank
-from shardcore.optim.update import Update
+from shardcore.optim.updating import make_update
 from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
@@ -111,9 +111,9 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
-        if offload.states is not None:
+        if offload.states is not None and offload.ratio == 1:
             self.inner = on_host(self.inner, roots)
-        self._update = _make_update(self.inner, self._pieces, roots[0])
+        self._update = make_update(self.inner, self._pieces, roots)
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
             for key, value in inner.items():
                 public.setdefault(key, value)
@@ -442,15 +442,6 @@ def _build_inner(
             f"{error} (so says the optimizer; if its options are right: it is given parameters in pieces, as vectors, "
             "which optimizers of whole matrices such as Muon cannot update)"
         ) from error
-
-
-def _make_update(inner: torch.optim.Optimizer, pieces: list[Piece], root: ShardedRoot) -> Update:
-    """How updates run, by where states rest. Collective over the data-parallel axis."""
-    if root.offload.states == "nvme":
-        return TiledUpdate(inner, pieces, root)
-    if root.offload.states == "cpu":
-        allocate_states(inner, root.data_axis)
-    return Update(inner)
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

@@ -49,6 +49,7 @@ class ShardGroup(Edits, JoinsGathers):
     ``stored``.
     """
 
+    state = ParamState.UNSHARDED
     pins = 0
     """Open contexts that show the whole parameters; while there are any, nothing is released."""
     exporting = False
@@ -92,7 +93,6 @@ class ShardGroup(Edits, JoinsGathers):
         self.shard_axis = shard_axis
         """The ranks that hold one copy of the parameters together."""
         self.data_axis = _data_axis(shard_axis, replicate_axis)
-        self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self.nbytes = self.full.untyped_storage().nbytes()
@@ -105,6 +105,7 @@ class ShardGroup(Edits, JoinsGathers):
         self._gathering = gathering
         self._stored = memory.stored
         self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
+        self.updates_on_host = memory.updates_on_host
         self._own = self._make_own(memory.own)
         self._master = self._make_master(precision.master_dtype(dtype), memory.master)
         self.versions = VersionCounters(self)
@@ -315,7 +316,8 @@ class ShardGroup(Edits, JoinsGathers):
         own = self.full[self._slice]
         if memory is not None:
             return memory if memory.numel() == 0 else memory.copy_(own)
-        if not self.trainable or (dtype == own.dtype and self._stored is None):
+        rest_together = self._stored is None and (self._own.device == own.device or self.updates_on_host)
+        if not self.trainable or (dtype == own.dtype and rest_together):
             return None
         return own.to(dtype, copy=True)
 
