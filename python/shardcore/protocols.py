@@ -75,10 +75,6 @@ class ShardedGroup(Protocol):
         """As ``own``, to be read only. Where parameters rest on a disk, either is valid until another group's is."""
 
     @property
-    def shard_numel(self) -> int:
-        """Elements of the shard."""
-
-    @property
     def rests_on_disk(self) -> bool:
         """Whether ``own`` rests on a disk."""
 
