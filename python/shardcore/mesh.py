@@ -1,13 +1,15 @@
 """The named axes over which a job is split, and the process group of each.
 
 Axes, outermost first: ``pp, replicate, shard, cp, tp``; ``dp`` is ``replicate x shard``. ``tp`` is innermost, so that
-its ranks share a node. One process needs neither a launcher nor a process group.
+its ranks share a node; ``ep`` is the innermost part of ``shard``. One process needs neither a launcher nor a process
+group.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 _AXES = ("pp", "replicate", "shard", "cp", "tp")
+_MADE_OF = {"shard": ("expert_shard", "ep"), "dp": ("replicate", "expert_shard", "ep")}
+"""Axes that are several dims of the grid of ranks: experts lie over ``ep``, and are sharded over the rest of
+``shard``.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +88,16 @@ class Split:
     """The ranks at this rank's place, one of each block."""
 
 
+@dataclass(frozen=True, eq=False)
+class DataAxes:
+    """Over which ranks some parameters are copied and sharded, and their gradients averaged."""
+
+    replicate: Axis
+    shard: Axis
+    every: Axis
+    """Both together."""
+
+
 def init_process_group(device: str | None = None) -> None:
     """Join the job that the launcher described in the environment; a single process joins nothing.
 
@@ -130,7 +146,7 @@ class Mesh:
     Args:
         dp: data-parallel ranks (``replicate x shard``); None takes what the other axes leave.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
-        ep: expert parallel size; must divide ``dp``.
+        ep: expert parallel size; must divide ``shard``. Its ranks are neighbours along ``shard``.
         replicate: number of copies of the sharded model (hybrid sharding); must divide ``dp``.
         shard: number of ranks over which each copy is sharded; another way to say ``replicate = dp / shard``.
         replicate_inside: put the copies inside the node and the shards across nodes.
@@ -165,21 +181,23 @@ class Mesh:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         replicate, shard = _check_sizes(self.world, dp, replicate, shard, tp=tp, pp=pp, cp=cp, ep=ep)
-        shape = {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
-        order = ("pp", "shard", "replicate", "cp", "tp") if replicate_inside else _AXES
-        self._grid = torch.arange(self.world).reshape([shape[name] for name in order])
-        self._order = order
-        self.ep = ep
+        shape = {"pp": pp, "replicate": replicate, "expert_shard": shard // ep, "ep": ep, "cp": cp, "tp": tp}
+        self._order = ("pp", "shard", "replicate", "cp", "tp") if replicate_inside else _AXES
+        self._dims = [dim for name in self._order for dim in _MADE_OF.get(name, (name,))]
+        self._grid = torch.arange(self.world).reshape([shape[dim] for dim in self._dims])
         self._ranks_per_node = _check_ranks_per_node(ranks_per_node, self.world)
         self._splits: dict[tuple[str, int], Split] = {}
+        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self.attached: dict[str, Any] = {}
         """What rooms have made for this mesh, once: channels between ranks. It goes with the mesh."""
-        self._axes = {name: self._make_axis(name, (name,)) for name in _AXES}
-        self._axes["dp"] = self._make_dp()
+        self._axes = {name: self._join(name, self._rows(name)) for name in (*_AXES, "dp", "ep")}
+        self._data_axes = [self._make_data_axes("shard"), self._make_data_axes("expert_shard")]
 
     @classmethod
     def from_torch(cls, mesh: DeviceMesh) -> Mesh:
         """A Mesh over an existing 1-D (shard) or 2-D (replicate, shard) DeviceMesh that spans all ranks."""
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise ConfigError(f"{mesh!r} is no mesh: expected a shardcore.Mesh, its axis mesh['dp'], or a DeviceMesh")
         if mesh.ndim not in (1, 2):
             raise ConfigError(
                 f"a DeviceMesh of {mesh.ndim} dimensions cannot be read as data-parallel axes; give one of 1 (shard) "
@@ -189,7 +207,7 @@ class Mesh:
         return cls(dp=mesh.size(), replicate=replicate, device=mesh.device_type)
 
     def __getitem__(self, name: str) -> Axis:
-        """The axis ``name``: pp, dp, replicate, shard, cp or tp."""
+        """The axis ``name``: pp, dp, replicate, shard, cp, tp or ep."""
         if name not in self._axes:
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}")
         return self._axes[name]
@@ -206,8 +224,13 @@ class Mesh:
     def rows(self, name: str) -> list[tuple[int, ...]]:
         """The global ranks of every row along the axis ``name``; this rank is in one. Alike on all ranks."""
         self[name]
-        dims = ("replicate", "shard") if name == "dp" else (name,)
-        return [tuple(row) for row in self._rows(dims)]
+        return self._rows(name)
+
+    def data_axes(self, *, experts: bool = False) -> DataAxes:
+        """Over which ranks parameters are copied and sharded, and their gradients averaged: the data-parallel ranks,
+        together with those of ``cp``, which share a sequence. Of ``experts`` only those that hold the same ones.
+        """
+        return self._data_axes[experts]
 
     @property
     def data_rank(self) -> int:
@@ -229,7 +252,8 @@ class Mesh:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=private.in_process_store(), rank=0, world_size=1)
             atexit.register(_destroy_process_group)
-        return DeviceMesh(self.device.type, self._grid, mesh_dim_names=self._order)
+        grid = self._grid.reshape([self._axes[name].size for name in self._order])
+        return DeviceMesh(self.device.type, grid, mesh_dim_names=self._order)
 
     @cached_property
     def ranks_per_node(self) -> int | None:
@@ -257,7 +281,7 @@ class Mesh:
                 "between nodes. Start the job by shardcore-launch or torchrun with as many processes on every "
                 "node, or give shardcore.Mesh(ranks_per_node=...)"
             )
-        nodes = [[rank // per_node for rank in row] for row in self._rows((name,))]
+        nodes = [[rank // per_node for rank in row] for row in self._rows(name)]
         count = next((i for i, node in enumerate(nodes[0]) if node != nodes[0][0]), len(nodes[0]))
         even = all(row[i : i + count] == [row[i]] * count for row in nodes for i in range(0, len(row), count))
         return count if even and len(nodes[0]) % count == 0 else 1
@@ -276,7 +300,7 @@ class Mesh:
                 f"{axis.size}"
             )
         if (name, num_inside) not in self._splits:
-            rows = [[row[i : i + num_inside] for i in range(0, len(row), num_inside)] for row in self._rows((name,))]
+            rows = [[row[i : i + num_inside] for i in range(0, len(row), num_inside)] for row in self._rows(name)]
             inside = self._join(f"{name} inside", [block for blocks in rows for block in blocks])
             columns = [list(column) for blocks in rows for column in zip(*blocks, strict=True)]
             across = self._join(f"{name} across", columns)
@@ -290,41 +314,39 @@ class Mesh:
         sizes = ", ".join(f"{name}={self._axes[name].size}" for name in _AXES)
         return f"Mesh({sizes}; rank {self.rank} of {self.world}, {self.device.type})"
 
-    def _make_dp(self) -> Axis:
-        """Replicate and shard as one axis; the existing group where one of the two is trivial."""
-        for name, other in (("shard", "replicate"), ("replicate", "shard")):
-            if self._axes[other].size == 1:
-                axis = self._axes[name]
-                return Axis("dp", axis.ranks, axis.rank, axis.group, self)
-        return self._make_axis("dp", ("replicate", "shard"))
+    def _make_data_axes(self, shard: str) -> DataAxes:
+        axes = {"replicate": ("replicate",), "shard": (shard, "cp"), "data": ("replicate", shard, "cp")}
+        plain = shard == "shard" and self["cp"].size == 1
+        names = {"data": "dp"} if plain else {}
+        made = [self._join(names.get(name, name), self._rows(*dims)) for name, dims in axes.items()]
+        return DataAxes(*made)
 
-    def _make_axis(self, name: str, dims: tuple[str, ...]) -> Axis:
-        return self._join(name, self._rows(dims))
+    def _rows(self, *names: str) -> list[tuple[int, ...]]:
+        """The ranks along these axes, one row for each place on the others; the same on all ranks."""
+        dims = [dim for name in names for dim in _MADE_OF.get(name, (name,))]
+        kept = [self._dims.index(dim) for dim in dims]
+        rest = [i for i in range(len(self._dims)) if i not in kept]
+        rows = self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept))
+        return [tuple(row) for row in rows.tolist()]
 
-    def _rows(self, dims: tuple[str, ...]) -> list[list[int]]:
-        """The ranks along ``dims``, one row for each place on the other axes; the same on all ranks."""
-        kept = [self._order.index(dim) for dim in dims]
-        rest = [i for i in range(len(self._order)) if i not in kept]
-        rows: list[list[int]] = (
-            self._grid.permute(*rest, *kept).reshape(-1, prod(self._grid.shape[i] for i in kept)).tolist()
-        )
-        return rows
-
-    def _join(self, name: str, rows: list[list[int]]) -> Axis:
-        """Make the process groups of ``rows``, on all ranks in the same order, and return this rank's."""
-        mine: Axis | None = None
-        for row in rows:
-            if len(row) == 1:
-                group = None
-            elif len(row) == self.world:
-                group = private.world_group()
-            else:
-                group = private.new_group(row)
-            if self.rank in row:
-                mine = Axis(name, tuple(row), row.index(self.rank), group if len(row) > 1 else None, self)
+    def _join(self, name: str, rows: Sequence[Sequence[int]]) -> Axis:
+        """The axis whose rows these are. Makes their process groups, on all ranks in the same order, but once."""
+        key = tuple(map(tuple, rows))
+        mine = next((row for row in key if self.rank in row), None)
         if mine is None:  # the grid holds every rank, so this is a fault of the grid, not of the user
             raise ConfigError(f"rank {self.rank} is not in the mesh of {self.world} ranks")
-        return mine
+        if key not in self._groups:
+            self._groups[key] = None
+            for row in key:
+                group = self._make_group(row)
+                if row is mine:
+                    self._groups[key] = group
+        return Axis(name, mine, mine.index(self.rank), self._groups[key], self)
+
+    def _make_group(self, row: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(row) == 1:
+            return None
+        return private.world_group() if len(row) == self.world else private.new_group(list(row))
 
 
 def _check_sizes(world: int, dp: int | None, replicate: int | None, shard: int | None, **sizes: int) -> tuple[int, int]:
@@ -352,14 +374,18 @@ def _check_sizes(world: int, dp: int | None, replicate: int | None, shard: int |
             raise ConfigError(
                 f"{text}: {name}={num_ranks} does not divide the {left} data-parallel ranks; choose a divisor of {left}"
             )
-    if shard is None:
-        return replicate or 1, left // (replicate or 1)
-    if replicate is not None and replicate * shard != left:
+    if shard is not None and replicate is not None and replicate * shard != left:
         raise ConfigError(
             f"{text}: replicate x shard = {replicate * shard}, expected the {left} data-parallel ranks; give one of "
             "the two"
         )
-    return left // shard, shard
+    replicate = left // shard if shard is not None else replicate or 1
+    if left // replicate % sizes["ep"]:
+        raise ConfigError(
+            f"{text}: ep={sizes['ep']} does not divide the {left // replicate} ranks of each copy (axis 'shard'); "
+            f"choose a divisor of {left // replicate}"
+        )
+    return replicate, left // replicate
 
 
 def _check_ranks_per_node(ranks_per_node: int | None, world: int) -> int | None:

@@ -20,6 +20,8 @@ _ROOT_ATTRIBUTE = "_shardcore_root"
 _SLOT_ATTRIBUTE = "_shardcore_slot"
 _PIPELINE_ATTRIBUTE = "_shardcore_is_pipeline"
 _PIECES_ATTRIBUTE = "_shardcore_pieces"
+_CONTEXT_ATTRIBUTE = "_shardcore_context_axis"
+_EXPERTS_ATTRIBUTE = "_shardcore_experts"
 _SEQUENCE_ATTRIBUTE = "_shardcore_splits_sequence"
 
 RELEASED_VERSION = 1 << 31
@@ -241,15 +243,21 @@ MASTER = "master weight"
 
 
 class TensorPieces(Protocol):
-    """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole."""
+    """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole. Or
+    which experts this rank of the expert axis holds.
+    """
 
     @property
     def axis(self) -> Axis:
-        """The tensor axis."""
+        """The tensor axis, or the expert axis."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds everything."""
 
     def local(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of ``full_shape``."""
@@ -279,6 +287,10 @@ class ShardedOptimizerMark:
 
     def has_unscaled(self, root: Any) -> bool:
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
+        raise NotImplementedError
+
+    def scale_again(self, root: Any) -> None:
+        """A backward is about to add to gradients: put back the loss scale where it was taken out of them."""
         raise NotImplementedError
 
     def states(self) -> list[torch.Tensor]:
@@ -355,6 +367,42 @@ def find_pieces(param: torch.Tensor) -> Any | None:
     return param.__dict__.get(_PIECES_ATTRIBUTE)
 
 
+def attach_experts(param: torch.Tensor, pieces: TensorPieces) -> None:
+    """Note that a parameter is that of experts, and which of them it has."""
+    setattr(param, _EXPERTS_ATTRIBUTE, pieces)
+
+
+def find_experts(param: torch.Tensor) -> Any | None:
+    """The :class:`TensorPieces` of a parameter of experts that lie over the expert axis, or None. Ranks of the axis
+    hold other experts, so it is copied, sharded and averaged over the others only. The tensor axis splits its part.
+    """
+    return param.__dict__.get(_EXPERTS_ATTRIBUTE)
+
+
+def find_expert_axis(params: Iterable[torch.Tensor]) -> Axis | None:
+    """The axis over which the experts of a model with these parameters lie, or None."""
+    pieces = next((each for each in map(find_experts, params) if each is not None), None)
+    return None if pieces is None else pieces.axis
+
+
+def splits_of(param: torch.Tensor) -> list[TensorPieces]:
+    """How a parameter was cut on its way from the whole to what this rank has, outermost first."""
+    return [each for each in (find_experts(param), find_pieces(param)) if each is not None]
+
+
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter, of which this rank may have a part."""
+    splits = splits_of(param)
+    return tuple(splits[0].full_shape) if splits else tuple(param.shape)
+
+
+def part_of_whole(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of the whole parameter's values: a view, or a copy."""
+    for pieces in splits_of(param):
+        whole = pieces.local(whole)
+    return whole
+
+
 def mark_sequence_split(model: torch.nn.Module) -> None:
     """Note that activations between the model's blocks are split along the sequence."""
     object.__setattr__(model, _SEQUENCE_ATTRIBUTE, True)
@@ -363,6 +411,17 @@ def mark_sequence_split(model: torch.nn.Module) -> None:
 def splits_sequence(model: Any) -> bool:
     """Whether activations between the model's blocks are split along the sequence."""
     return bool(getattr(model, "__dict__", {}).get(_SEQUENCE_ATTRIBUTE))
+
+
+def mark_context_split(model: torch.nn.Module, axis: Axis) -> None:
+    """Note that the ranks of the axis call the model with parts of the same sequences."""
+    object.__setattr__(model, _CONTEXT_ATTRIBUTE, axis)
+
+
+def find_context_axis(model: torch.nn.Module) -> Axis | None:
+    """The axis whose ranks share sequences in the model, or in a part of it; None if there is none."""
+    found = (module.__dict__.get(_CONTEXT_ATTRIBUTE) for module in model.modules())
+    return next((axis for axis in found if axis is not None), None)
 
 
 def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:

@@ -91,16 +91,24 @@ def test_tags_that_differ(validation: str, tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "of-rank-0")
 
 
-@spmd(world=1)
-def test_the_position_in_the_data_is_kept(tmp_path: Path) -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(32.0))
-    model = WithLoss("mlp")
-    engine, _, loader, _ = sc.initialize(model=model, config=config(1), training_data=data)
-    iterator = iter(loader)
-    seen = [next(iterator) for _ in range(3)]
-    loader.sampler.advance(sum(len(batch[0]) for batch in seen))
-    engine.save_checkpoint(tmp_path)
-    rest = [batch[0].tolist() for batch in iterator]
-    other, _, loader, _ = sc.initialize(model=WithLoss("mlp"), config=config(1), training_data=data)
-    other.load_checkpoint(tmp_path)
-    assert [batch[0].tolist() for batch in loader] == rest
+@pytest.mark.parametrize("drop_last", [False, True])
+@spmd(world=2)
+def test_the_position_in_the_data_is_kept(drop_last: bool, tmp_path: Path) -> None:
+    """A loop as DeepSpeed's users write it saves in mid-epoch, and after an epoch; the rest of that and the next one
+    come as they would have."""
+    data = torch.utils.data.TensorDataset(torch.arange(37.0))
+    settings = config(1, dataloader_drop_last=drop_last)
+    engine, _, loader, _ = sc.initialize(model=WithLoss("mlp"), config=settings, training_data=data)
+    seen, rest = [], {}
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            seen.append(batch[0].tolist())
+            if number == 2:
+                engine.save_checkpoint(tmp_path, tag=f"at {len(seen)}")
+        engine.save_checkpoint(tmp_path, tag=f"after {len(seen)}")
+    for tag in ("at 3", f"after {len(seen) // 3}"):
+        other, _, loader, _ = sc.initialize(model=WithLoss("mlp"), config=settings, training_data=data)
+        other.load_checkpoint(tmp_path, tag=tag)
+        rest[tag] = [batch[0].tolist() for _ in range(3) for batch in loader]
+        start = int(tag.split()[1])
+        assert rest[tag][: len(seen) - start] == seen[start:]

@@ -36,6 +36,11 @@ from shardcore.errors import ConfigError
             "scheduler.params.warmup_num_steps",
         ),
         ({"FP16": {"enabled": True}}, "FP16", "fp16"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+            "optimizer.params.learning_rate",
+            "optimizer.params.lr",
+        ),
     ],
 )
 def test_a3_a_misspelt_key_is_an_error_with_the_nearest_name(source: dict[str, Any], path: str, meant: str) -> None:

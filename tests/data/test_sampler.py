@@ -320,3 +320,36 @@ def test_the_room_asks_no_process_group() -> None:
     code = "import sys; import shardcore.data, torch.distributed as dist; print(dist.is_initialized())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loader_tells_its_sampler_what_it_has_handed_out(workers: int, drop_last: bool) -> None:
+    def loader() -> data.RankLoader:
+        dataset = list(range(31))
+        made = data.sampler(dataset, Place(1, 2), seed=4)
+        return data.RankLoader(dataset, made, 4, num_workers=workers, drop_last=drop_last)
+
+    straight = loader()
+    expected = [batch.tolist() for _ in range(2) for batch in straight]
+    assert [len(batch) for batch in expected] == 2 * ([4, 4, 4] if drop_last else [4, 4, 4, 3])
+    for stop in range(len(expected)):
+        first, second = loader(), loader()
+        found = []
+        while len(found) < stop:
+            for batch in first:
+                found.append(batch.tolist())
+                if len(found) == stop:
+                    break
+        second.load_state_dict(first.state_dict())
+        while len(found) < len(expected):
+            found.extend(batch.tolist() for batch in second)
+        assert found[: len(expected)] == expected
+
+
+def test_a_loader_draws_nothing_from_torchs_random_numbers() -> None:
+    dataset = list(range(8))
+    loader = data.RankLoader(dataset, data.sampler(dataset), 2)
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -37,6 +37,23 @@ def test_model_axes_are_innermost() -> None:
 
 
 @spmd(world=4)
+def test_experts_lie_over_neighbours_and_sequences_over_nearer_ones() -> None:
+    mesh = sc.Mesh(ep=2, device="cpu")
+    rank = dist.get_rank()
+    assert mesh["ep"].ranks == ((0, 1) if rank < 2 else (2, 3))
+    assert mesh["shard"].ranks == (0, 1, 2, 3)
+    experts = mesh.data_axes(experts=True)
+    assert experts.shard.ranks == experts.every.ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+    assert (mesh.data_axes().every.key, mesh.torch["shard"].size()) == (mesh["dp"].key, 4)
+    mesh = sc.Mesh(cp=2, ep=2, device="cpu")
+    assert mesh["cp"].ranks == ((0, 1) if rank < 2 else (2, 3))
+    assert mesh["ep"].ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+    assert (mesh.data_rank, mesh.data_world) == (rank // 2, 2)
+    assert mesh.data_axes().shard.ranks == (0, 1, 2, 3)
+    assert mesh.data_axes(experts=True).shard.ranks == mesh["cp"].ranks
+
+
+@spmd(world=4)
 def test_a_device_mesh_reads_and_writes() -> None:
     two = sc.Mesh.from_torch(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     assert (two["replicate"].size, two["shard"].size) == (2, 2)

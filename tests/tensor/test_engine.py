@@ -10,8 +10,8 @@ import torch
 import shardcore as sc
 from shardcore.errors import ConfigError
 from shardcore.testing import spmd
+from tensor.following import STEPS, full_batch, rows, train_whole
 from tensor.hugging_face import build, loss
-from tensor.test_sharded import STEPS, full_batch, rows, train_whole
 
 
 def configuration(**changes: Any) -> dict[str, Any]:

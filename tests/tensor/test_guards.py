@@ -45,7 +45,7 @@ def test_copies_are_refused() -> None:
 def test_fault_f15_peers_that_read_different_data_are_told() -> None:
     mesh = sc.Mesh(tp=2)
     model = sc.tensor.parallelize(make(), mesh)
-    with pytest.raises(RankMismatchError, match=r"the first call of a tensor-parallel model.*argument 0="):
+    with pytest.raises(RankMismatchError, match=r"the first call of a model that is split over 'tp'.*argument 0="):
         model(batch(seed=mesh.rank)["input_ids"])
     model = sc.tensor.parallelize(build("gpt2", dropout=True), mesh)
     torch.manual_seed(mesh.rank)

@@ -92,7 +92,7 @@ def test_a_failure_inside_returns_to_the_shared_stream() -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("bert", marks=pytest.mark.full)])
 @spmd(world=2, timeout=110)
 def test_copies_stay_equal_under_dropout(name: str, sequence: bool) -> None:
     train_and_compare(name, sequence, steps=4)
@@ -101,9 +101,10 @@ def test_copies_stay_equal_under_dropout(name: str, sequence: bool) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 @spmd(world=2, timeout=800)
-def test_copies_stay_equal_for_a_thousand_steps(sequence: bool) -> None:
-    train_and_compare("gpt2", sequence, steps=1000)
+def test_copies_stay_equal_for_a_thousand_steps(name: str, sequence: bool) -> None:
+    train_and_compare(name, sequence, steps=1000)
 
 
 def train_and_compare(name: str, sequence: bool, steps: int) -> None:

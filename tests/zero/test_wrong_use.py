@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -467,3 +468,15 @@ def test_a_copy_of_a_sharded_model_is_refused(stage: int) -> None:
     for copying in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
         with pytest.raises(StateError, match=r"copy the model before shardcore\.shard"):
             copying(model)
+
+
+@all_stages
+@spmd(world=1)
+def test_what_torch_jit_compiled_and_what_is_no_mesh_are_refused(stage: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch.jit itself is on its way out
+        traced = nn.Sequential(nn.Linear(8, 8), torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8)))
+    with pytest.raises(ConfigError, match=r"module '1' was compiled by torch\.jit"):
+        sc.shard(traced, stage=stage)
+    with pytest.raises(ConfigError, match="'dp' is no mesh"):
+        sc.shard(nn.Linear(2, 2), "dp", stage=stage)  # type: ignore[arg-type]

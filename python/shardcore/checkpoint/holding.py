@@ -21,6 +21,7 @@ from shardcore.protocols import (
     ShardedGroup,
     ShardedOptimizerMark,
     ShardedRoot,
+    find_expert_axis,
     find_root,
     find_slot,
     find_tensor_axis,
@@ -92,10 +93,10 @@ def root_of(model: nn.Module, what: str) -> ShardedRoot:
     root = find_root(model)
     if root is None:
         raise ConfigError(f"{what}: {type(model).__name__} is not sharded; call shardcore.shard(model, ...) first")
-    if find_tensor_axis(model.parameters()) is not None:
+    if find_tensor_axis(model.parameters()) is not None or find_expert_axis(model.parameters()) is not None:
         raise ConfigError(
-            f"{what}: {type(model).__name__} is tensor-parallel, and checkpoints of such models are not available yet; "
-            "shardcore.state_dict(model) gives the whole weights"
+            f"{what}: {type(model).__name__} is tensor-parallel, or has experts on other ranks, and checkpoints of "
+            "such models are not available yet; shardcore.state_dict(model) gives the whole weights"
         )
     return root  # type: ignore[no-any-return]
 

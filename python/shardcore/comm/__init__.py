@@ -4,8 +4,16 @@ Everything that crosses ranks goes through this room: data by :mod:`collectives`
 values by :mod:`agree`. Each collective is recorded in program order, so that ranks which part company are told where.
 """
 
-from shardcore.comm.activations import Pending, equal_parts, gather_dim, reduce_dim, sum_tensor
-from shardcore.comm.agree import agree_on, exchange, fingerprint, max_over_ranks, note_alike, sum_over_ranks
+from shardcore.comm.activations import Pending, equal_parts, gather_dim, pass_on, reduce_dim, sum_tensor, swap_rows
+from shardcore.comm.agree import (
+    agree_on,
+    exchange,
+    fingerprint,
+    max_over_ranks,
+    note_alike,
+    note_choice,
+    sum_over_ranks,
+)
 from shardcore.comm.branches import name_of_next_model, settle
 from shardcore.comm.collectives import (
     Handle,
@@ -63,7 +71,9 @@ __all__ = [
     "max_over_ranks",
     "name_of_next_model",
     "note_alike",
+    "note_choice",
     "packed_nbytes",
+    "pass_on",
     "program_digest",
     "raise_on_program_mismatch",
     "reduce_dim",
@@ -73,6 +83,7 @@ __all__ = [
     "settle",
     "sum_over_ranks",
     "sum_tensor",
+    "swap_rows",
     "timeout_s",
     "torch_call",
     "traffic",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardcore.comm.collectives import DONE, Handle, all_reduce, gather_shards, reduce_shards, sum_of_two
+from shardcore.comm.collectives import DONE, Handle, all_reduce, exchange_rows, gather_shards, reduce_shards, sum_of_two
 from shardcore.comm.steps import Steps
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis
@@ -21,7 +21,7 @@ class Pending:
 
     __slots__ = ("_handle", "_result")
 
-    def __init__(self, handle: Handle, result: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, handle: Handle | Pending, result: Callable[[], torch.Tensor]) -> None:
         self._handle = handle
         self._result = result
 
@@ -79,6 +79,28 @@ def reduce_dim(tensor: torch.Tensor, axis: Axis, dim: int, unit: str) -> Pending
     parts = equal_parts(tensor, axis, dim, unit)
     buffer = torch.stack(parts)
     return Pending(reduce_shards(buffer.view(-1), axis, unit), lambda: buffer[axis.rank].clone())
+
+
+def swap_rows(rows: torch.Tensor, counts: Sequence[Sequence[int]], axis: Axis, unit: str) -> Pending:
+    """The rows that the axis's ranks have for this one, in rank order (all-to-all).
+
+    Args:
+        rows: ``[sum(counts[rank]), ...]``, in the order of the ranks that they go to.
+        counts: ``counts[i][j]`` rows go from rank i to rank j; the same on all ranks.
+    """
+    if axis.size == 1:
+        return Pending(DONE, lambda: rows)
+    rows = rows.contiguous()
+    received = rows.new_empty((sum(row[axis.rank] for row in counts), *rows.shape[1:]))
+    return Pending(exchange_rows(rows, received, counts, axis, unit), lambda: received)
+
+
+def pass_on(tensor: torch.Tensor, axis: Axis, unit: str) -> Pending:
+    """The tensor of the rank before this one along the axis, which is a ring. All ranks' have one shape and dtype."""
+    places = range(axis.size)
+    counts = [[int(target == (source + 1) % axis.size) for target in places] for source in places]
+    pending = swap_rows(tensor.unsqueeze(0), counts, axis, unit)
+    return Pending(pending, lambda: pending.wait().squeeze(0))
 
 
 def equal_parts(tensor: torch.Tensor, axis: Axis, dim: int, unit: str) -> tuple[torch.Tensor, ...]:

@@ -79,6 +79,12 @@ def note_alike(axis: Axis, what: str, unit: str, value: torch.Tensor) -> None:
         watch.record(axis, what, f"{unit} (checksum {fingerprint(value):08x})", value.numel())
 
 
+def note_choice(axis: Axis, what: str, choice: str) -> None:
+    """As :func:`note_alike`, of settings that every rank must choose alike, told in words. Not collective."""
+    if axis.size > 1:
+        watch.record(axis, what, choice, 0)
+
+
 def fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of the values, to compare tensors across ranks."""
     # A copy: memory that numpy has seen can no longer be resized.

@@ -11,6 +11,7 @@ broadcast per shard gathers without staging copies. Ranks on one machine do the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -156,6 +157,31 @@ def swap_shards(
         return Handle((_all_to_all(received, sent, axis),), entry)
     parts, start = _shards(received, axis), sent.nbytes // axis.size * axis.rank
     return Handle((neighbours.exchange(link, entry, sent, [(i, start, parts[i]) for i in _others(axis)]),), entry)
+
+
+def exchange_rows(
+    sent: torch.Tensor, received: torch.Tensor, counts: Sequence[Sequence[int]], axis: Axis, unit: str
+) -> Handle:
+    """Give each rank of the axis its rows of ``sent`` [rows, ...], and get theirs, both in rank order.
+
+    Args:
+        counts: ``counts[i][j]`` rows go from rank i to rank j; the same on all ranks.
+    """
+    rank, row_nbytes = axis.rank, sent.element_size() * math.prod(sent.shape[1:])
+    # Counts depend on data, and may differ between axes of one job whose ranks compare what they ran: labels have none.
+    taken = {i: counts[i][rank] * row_nbytes for i in _others(axis)}
+    given = sum(counts[rank]) - counts[rank][rank]
+    entry = _record(axis, "exchange", unit, sent[:0], given * row_nbytes, taken)
+    to_me = [row[rank] for row in counts]
+    link = None if sent.is_cuda else neighbours.link_of(axis)
+    if link is None:
+        work = dist.all_to_all_single(received, sent, to_me, list(counts[rank]), group=axis.group, async_op=True)
+        return Handle((_work(work),), entry)
+    parts = received.split(to_me)
+    parts[rank].copy_(sent.split(list(counts[rank]))[rank])
+    pulls = [(i, sum(counts[i][:rank]) * row_nbytes, parts[i]) for i in _others(axis) if to_me[i] and row_nbytes]
+    source = sent if sent.numel() else sent.new_empty(1)
+    return Handle((neighbours.exchange(link, entry, source, pulls),), entry)
 
 
 def traffic() -> dict[str, int]:

@@ -132,7 +132,8 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     if history is None:
         history = b.history[key] = deque(maxlen=_HISTORY)
     history.append((sequence, label))
-    b.digest = zlib.crc32(label.encode(), b.digest)
+    # Without the size: data-parallel ranks may read batches of other shapes, and so exchange other activations.
+    b.digest = zlib.crc32(f"{operation} {unit}\n".encode(), b.digest)
     return Entry(axis, sequence, label, on_cuda)
 
 

@@ -26,6 +26,10 @@ def edit_distance(left: str, right: str) -> int:
     return above[-1]
 
 
+_INITIALS = {"learning_rate": "lr", "epsilon": "eps", "max_learning_rate": "max_lr", "min_learning_rate": "min_lr"}
+"""Words that are written in full elsewhere."""
+
+
 def nearest(name: str, known: Iterable[str], max_distance: int | None = None) -> str | None:
     """The known name closest to ``name``, or None if none is near.
 
@@ -33,6 +37,9 @@ def nearest(name: str, known: Iterable[str], max_distance: int | None = None) ->
     left out ("warmup_steps" for "warmup_num_steps") count as two edits at most. Of equally close names the first
     in alphabetical order wins, so that every rank says the same.
     """
+    known = list(known)
+    if _INITIALS.get(name) in known:
+        return _INITIALS[name]
     limit = max(2, len(name) // 3) if max_distance is None else max_distance
     words = set(name.split("_"))
 

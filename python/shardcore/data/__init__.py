@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardcore.data.rank_loader import RankLoader
 from shardcore.data.rank_sampler import DataMesh, RankSampler, SamplerState, sampler
 
-__all__ = ["DataMesh", "RankSampler", "SamplerState", "sampler"]
+__all__ = ["DataMesh", "RankLoader", "RankSampler", "SamplerState", "sampler"]

@@ -87,7 +87,8 @@ class RankSampler(Sampler[int]):
     ``tail="error"`` refuses.
 
     **Position.** A ``DataLoader`` with workers asks for indices long before the loop uses them, so a sampler cannot
-    know by itself what was trained on. The loop tells: ``sampler.advance(len(batch))`` after each step. From then on
+    know by itself what was trained on. The loop tells: ``sampler.advance(len(batch))`` after each step; a
+    :class:`RankLoader`, such as the engine's, does so by itself. From then on
     :meth:`state_dict` is exact, with or without workers. A loop that was left early goes on after the reported position
     when it iterates again. After a pass that ran to its end the next epoch begins, with its own order, also if
     ``set_epoch`` is never called.
@@ -140,6 +141,12 @@ class RankSampler(Sampler[int]):
         start = self._pass.start if self._pass is not None else self._position
         last = start + (self._count_from(start) - 1) * self.world + self.rank
         return int(last >= self.num_samples)
+
+    @property
+    def num_left(self) -> int:
+        """Samples of this rank that the running pass has handed out, or will, beyond those reported."""
+        current = self._pass
+        return 0 if current is None else current.count - (current.reported or 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; a call for the epoch that is under way, say after a resume, keeps the position.

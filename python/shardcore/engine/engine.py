@@ -211,16 +211,20 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches; training data are shuffled, other routes keep their order."""
-        return DataLoader(
-            dataset,
-            batch_size=batch_size or self._batch.micro_batch_size,
-            sampler=data_sampler or data.sampler(dataset, self.mesh, shuffle=route == "train"),
-            collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers or 0,
-            drop_last=self.config.data.drop_last,
-            pin_memory=pin_memory and self.device.type == "cuda",
-        )
+        """A loader of this rank's micro-batches; training data are shuffled, other routes keep their order. Without a
+        sampler of the caller's, the position in the data is known and saved with checkpoints.
+        """
+        batch_size = batch_size or self._batch.micro_batch_size
+        options: dict[str, Any] = {
+            "collate_fn": collate_fn or self._collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "drop_last": self.config.data.drop_last,
+            "pin_memory": pin_memory and self.device.type == "cuda",
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, **options)
+        sampler = data.sampler(dataset, self.mesh, shuffle=route == "train")
+        return data.RankLoader(dataset, sampler, batch_size, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:

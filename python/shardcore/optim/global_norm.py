@@ -10,7 +10,15 @@ from torch import nn
 
 from shardcore import comm
 from shardcore.optim.held import Held
-from shardcore.protocols import PipelinePart, ShardedRoot, find_pieces, find_pipeline, find_tensor_axis
+from shardcore.protocols import (
+    PipelinePart,
+    ShardedRoot,
+    find_expert_axis,
+    find_experts,
+    find_pieces,
+    find_pipeline,
+    find_tensor_axis,
+)
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -18,28 +26,37 @@ if TYPE_CHECKING:
 
 def sum_of_squares(root: ShardedRoot, held: Held) -> torch.Tensor:
     """[] float64: the squared norm of an optimizer's part of a model's reduced gradient, each element counted once.
-    Collective over the shard axis, the tensor axis, and the pipeline's ranks.
+    Collective over the shard axis, the tensor axis, that of experts, and the pipeline's ranks.
     """
     part = find_pipeline(root.module)
-    tensor_axis = find_tensor_axis(slot.param for group in root.groups for slot in group.slots)
-    if part is None and tensor_axis is None:
+    params = [slot.param for group in root.groups for slot in group.slots]
+    tensor_axis, expert_axis = find_tensor_axis(params), find_expert_axis(params)
+    if root.shard_axis.size > 1:
+        expert_axis = None  # it is a part of the shard axis, over which each expert's shards are counted once
+    if part is None and tensor_axis is None and expert_axis is None:
         grads = held.grads(root)
     else:
-        grads = held.counted_grads(root, lambda param: _counted(param, part, tensor_axis))
+        grads = held.counted_grads(root, lambda param: _counted(param, part, tensor_axis, expert_axis))
     norms = [torch.linalg.vector_norm(grad).to(torch.float64) for grad in grads]
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(root.device) for norm in norms]
     zero = torch.zeros((), dtype=torch.float64, device=root.device)
     squares = torch.stack(norms).square().sum().to(root.device) if norms else zero
     squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")
+    if expert_axis is not None:
+        squares = comm.sum_over_ranks(squares, expert_axis, "gradient norm of experts")
     if tensor_axis is not None:
         squares = comm.sum_over_ranks(squares, tensor_axis, "gradient norm of tensor-parallel parts")
     return squares if part is None else comm.sum_over_ranks(squares, part.pipeline_axis, "gradient norm of stages")
 
 
-def _counted(param: nn.Parameter, part: PipelinePart | None, tensor_axis: Axis | None) -> Sequence[tuple[int, int]]:
+def _counted(
+    param: nn.Parameter, part: PipelinePart | None, tensor_axis: Axis | None, expert_axis: Axis | None
+) -> Sequence[tuple[int, int]]:
     """The ranges of a flattened parameter that this rank counts."""
     if part is not None and not part.counts_in_norm(param):
+        return ()
+    if expert_axis is not None and expert_axis.rank and find_experts(param) is None:
         return ()
     pieces = find_pieces(param)
     if pieces is not None:

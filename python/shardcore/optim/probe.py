@@ -13,12 +13,13 @@ from shardcore.errors import ConfigError
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try the optimizer, by the options of each of its groups, on a small matrix, on its elements as a vector, and on
-    this cut in two; the results must agree.
+    """Try the optimizer, by the options of each of its groups, on a small matrix, on its elements as a vector, on this
+    cut in two, and on each of the two parts alone; the results must agree.
 
     Raises:
-        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers; weight decay on matrices alone), or
-            the optimizer needs matrices (Muon) or a closure (LBFGS).
+        ConfigError: they differ (LAMB, LARS, Adafactor: norms over whole layers; Prodigy, or clipping inside: norms
+            over all parameters; weight decay on matrices alone), or the optimizer needs matrices (Muon), a closure
+            (LBFGS) or a graph of its steps (``differentiable``).
     """
     tried: list[dict[str, Any]] = []
     for group in range(len(optimizer.param_groups)):
@@ -30,11 +31,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_group(optimizer: torch.optim.Optimizer, group: int) -> None:
     name = type(optimizer).__name__
+    if optimizer.param_groups[group].get("differentiable"):
+        raise ConfigError(
+            f"optimizer {name}(differentiable=True): steps of a sharded optimizer are not recorded; leave it out"
+        )
     torch_state = torch.get_rng_state()
     try:
         whole = _run(optimizer, group, [8])
         cut = _run(optimizer, group, [3, 5])
         matrix = _run(optimizer, group, [8], (2, 4))
+        apart = _run_apart(optimizer, group, [3, 5])
     except Exception as error:  # whatever a foreign optimizer raises when given vectors means the same to the user
         raise ConfigError(
             f"optimizer {name} cannot run on pieces of parameters, which sharding needs ({type(error).__name__}: "
@@ -47,6 +53,12 @@ def _check_group(optimizer: torch.optim.Optimizer, group: int) -> None:
         raise ConfigError(
             f"optimizer {name} is not element-wise: cutting a parameter in two changes its update, so sharding would "
             "train another model. Use an element-wise optimizer (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, ...)"
+        )
+    if not torch.allclose(whole, apart, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"optimizer {name} is not element-wise: what it does to a parameter depends on the others (a norm over all "
+            "of them?), of which each rank has only a part. Use an element-wise optimizer (SGD, Adam, AdamW, "
+            "Lion, Adagrad, RMSprop, ...); clip by shardcore.optimizer(..., max_grad_norm=...)"
         )
     if not torch.allclose(whole, matrix, rtol=1e-5, atol=1e-7):
         raise ConfigError(
@@ -87,6 +99,17 @@ def _run(
     for step in range(3):
         _step(trial, torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8))
     return torch.cat([piece.flatten() for piece in pieces])
+
+
+def _run_apart(optimizer: torch.optim.Optimizer, group: int, sizes: list[int]) -> torch.Tensor:
+    """As :func:`_run`, with an optimizer of its own for each piece, as each rank has one."""
+    pieces = [piece.clone() for piece in torch.linspace(-1.0, 2.0, 8).split(sizes)]
+    trials = [_trial(optimizer, group, [piece]) for piece in pieces]
+    for step in range(3):
+        gradient = torch.sin(torch.arange(8.0) + step) * torch.linspace(0.1, 3.0, 8)
+        for trial, part in zip(trials, gradient.split(sizes), strict=True):
+            _step(trial, part)
+    return torch.cat(pieces)
 
 
 def _trial(optimizer: torch.optim.Optimizer, group: int, pieces: list[torch.Tensor]) -> torch.optim.Optimizer:

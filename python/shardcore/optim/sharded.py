@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
-from shardcore.optim.agreement import agree_on_options
+from shardcore.optim.agreement import OptionChanges, agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import common_offload, on_host
@@ -133,6 +133,8 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         self.num_skipped_steps = 0
         self.step_was_applied = False
         self._unscaled_at: dict[ShardedRoot, int] = {}
+        self._normalised_by = 1.0
+        self._options = OptionChanges(roots, groups)
         self._norm: torch.Tensor | None = None
         self._taken_over: torch.optim.Optimizer | None = None
 
@@ -228,6 +230,16 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         """Whether it has taken the loss scale out of its gradients since the last backward or clearing."""
         return bool(self._unscaled_at.get(root) == root.num_passes)
 
+    def scale_again(self, root: Any) -> None:
+        """A backward is about to add to the gradients. Where a step has taken the loss scale out of them, and they were
+        not cleared, it is put back, so that all have one scale.
+        """
+        if self.has_unscaled(root):
+            factor = self._normalised_by * self.loss_scale.scale
+            if factor != 1.0:
+                for grad in self._held.grads(root):
+                    grad.mul_(factor)
+
     def states(self) -> list[torch.Tensor]:
         """The tensors of its states on this rank, of one dim or more."""
         values = [value for state in self.inner.state.values() for value in state.values()]
@@ -322,6 +334,12 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         self.num_steps = int(state_dict["num_steps"])
         self.num_skipped_steps = int(state_dict["num_skipped_steps"])
 
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a sharded optimizer can be neither copied nor pickled: make another by shardcore.optimizer(...), and load "
+            "this one's state_dict() into it"
+        )
+
     def _check_here(self, what: str) -> None:
         for root in self._roots:
             root.check_here(what=what)
@@ -335,6 +353,7 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
 
     def _step(self) -> None:
         self.step_was_applied = False
+        self._options.note_changes(self.param_groups)
         for root in self._roots:
             root.about_to_change()
         has_gradient = self._held.with_gradient(self._roots)
@@ -342,10 +361,13 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
             raise StateError(
                 "step() without gradients: call loss.backward() (engine.backward(loss)) first, on every rank"
             )
-        factor = self._gradient_factor(self._divisor())
+        divisor = self._divisor()
+        factor = self._gradient_factor(divisor)
         if factor is None:
             self._skip(self._held.groups)
             return
+        if not all(map(self.has_unscaled, self._roots)):
+            self._normalised_by = divisor / self.loss_scale.scale
         self._unscaled_at = {root: root.num_passes for root in self._roots}
         self.loss_scale.update(overflow=False)
         self._run_update(self._active_pieces(has_gradient), factor)
@@ -437,11 +459,10 @@ def _build_inner(
     try:
         with private.without_loading_compiler():
             return build(groups)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{error} (so says the optimizer; if its options are right: it is given parameters in pieces, as vectors, "
-            "which optimizers of whole matrices such as Muon cannot update)"
-        ) from error
+    except TypeError as error:  # an option that it does not have
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"{error} (parameters reach a sharded optimizer in pieces, as vectors)") from error
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

@@ -12,7 +12,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.mesh import Axis
-from shardcore.protocols import find_pieces, find_slot
+from shardcore.protocols import find_slot, splits_of
 from shardcore.tensor.randomness import drop_rates, generator_of, is_random
 
 
@@ -21,7 +21,7 @@ def guard(model: nn.Module, axis: Axis) -> None:
     object.__setattr__(model, "__deepcopy__", _refuse_copy)
     object.__setattr__(model, "__reduce_ex__", _refuse_copy)
     private.before_any_clipping(_refuse_clipping_of_parts)
-    _compare_first_call(model, axis)
+    compare_first_call(model, axis)
 
 
 def _refuse_copy(_: Any) -> NoReturn:
@@ -34,8 +34,7 @@ def _refuse_copy(_: Any) -> NoReturn:
 
 def _refuse_clipping_of_parts(params: Sequence[torch.Tensor]) -> None:
     for param in params:
-        pieces = find_pieces(param)
-        if pieces is not None and pieces.axis.size > 1:
+        if any(pieces.axis.size > 1 for pieces in splits_of(param)):
             slot = find_slot(param)
             which = f" (such as that of {slot.name!r})" if slot is not None else ""
             raise StateError(
@@ -45,8 +44,10 @@ def _refuse_clipping_of_parts(params: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _compare_first_call(model: nn.Module, axis: Axis) -> None:
-    """Ranks of a tensor axis must work on the same data, and draw the same random numbers between split blocks."""
+def compare_first_call(model: nn.Module, axis: Axis, *, with_stream: bool = True) -> None:
+    """Ranks of a tensor axis must work on the same data, and draw the same random numbers between split blocks; those
+    of a context axis (without the stream) on parts of the same data.
+    """
     rates = drop_rates(model)
 
     @private.not_traced
@@ -55,11 +56,12 @@ def _compare_first_call(model: nn.Module, axis: Axis) -> None:
         given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         told = {name: [list(value.shape), comm.fingerprint(value)] for name, value in tensors.items()}
-        if is_random(module, rates):
+        if with_stream and is_random(module, rates):
             device = next((value.device for value in tensors.values()), torch.device("cpu"))
             told["the stream of random numbers"] = [[], comm.fingerprint(generator_of(device).get_state())]
         comm.agree_on_settings(
-            "the first call of a tensor-parallel model, whose ranks must read the same data and be seeded alike,",
+            f"the first call of a model that is split over {axis.name!r}, whose ranks must read the same data"
+            + (" and be seeded alike," if with_stream else ","),
             told,
             axis,
         )

@@ -36,11 +36,16 @@ def cut(param: torch.Tensor, axis: Axis, dim: int, ranges: Ranges) -> None:
     if find_pieces(param) is not None:
         return  # tied to one that was cut; the plan has checked that both mean the same part
     pieces = Pieces(axis, tuple(param.shape), dim, tuple(tuple(each) for each in ranges))
+    keep_part(param, pieces)
+    attach_pieces(param, pieces)
+
+
+def keep_part(param: torch.Tensor, pieces: Pieces) -> None:
+    """Leave in a parameter, and its gradient, what ``pieces`` say of this rank. It stays the same object."""
     gradient, param.grad = param.grad, None
     param.data = pieces.local(param.data)
     if gradient is not None:
         param.grad = pieces.local(gradient)
-    attach_pieces(param, pieces)
 
 
 def _even(length: int, axis: Axis, what: str) -> list[list[Range]]:

@@ -16,6 +16,7 @@ from shardcore.mesh import Axis, Mesh
 from shardcore.protocols import attach_pieces, find_pieces, find_root, mark_sequence_split
 from shardcore.tensor.blocks import SEQUENCE_DIM, gather_sequence_for, split_sequence_between, use_own_randomness
 from shardcore.tensor.columns import Columns
+from shardcore.tensor.experts import Experts
 from shardcore.tensor.gradients import sum_gradient
 from shardcore.tensor.guards import guard
 from shardcore.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -40,7 +41,8 @@ def parallelize(
     *,
     sequence: bool = False,
 ) -> nn.Module:
-    """Split ``model`` over the tensor axis, in place. Collective over all ranks. Call it before ``shardcore.shard``.
+    """Split ``model`` over the tensor axis, in place, and its experts over the mesh's expert axis. Collective over all
+    ranks. Call it before ``shardcore.shard``.
 
     All ranks of the axis end with parts of its first rank's weights, and share its stream of random numbers. Modules,
     parameters and hooks stay the same objects; each parameter then holds this rank's part. The model is called as
@@ -52,8 +54,9 @@ def parallelize(
         plan: ``"auto"`` follows a Hugging Face model's own plan, and what else is known to be safe; whatever is not
             stays whole, and the report says why. Or patterns of module names to ``"colwise"`` (split by outputs),
             ``"rowwise"`` (by inputs), ``"vocab"`` (an embedding, or an output projection whose result is gathered),
-            ``"sequence"`` (modules of blocks between which activations are split along the sequence), ``"replicate"``;
-            also ``"colwise_gather_output"`` and ``"rowwise_split_input"``, for a layer amid whole activations.
+            ``"experts"`` (:class:`shardcore.tensor.Experts`), ``"sequence"`` (modules of blocks between which
+            activations are split along the sequence), ``"replicate"``; also ``"colwise_gather_output"`` and
+            ``"rowwise_split_input"``, for a layer amid whole activations.
             ``"*"`` in a pattern stands for anything; it may leave out the beginning of a name; the last one that
             matches counts.
         sequence: split activations between all blocks along the sequence.
@@ -68,11 +71,12 @@ def parallelize(
         RankMismatchError: ranks gave different models or plans; or, at the model's first call, different data.
     """
     axis = _axis(mesh)
-    made = _agreed_plan(model, axis, plan, sequence=sequence)
+    experts = _expert_axis(axis)
+    made = _agreed_plan(model, axis, experts, plan, sequence=sequence)
     object.__setattr__(model, _REPORT, made.report())
-    if axis.size > 1:
-        _start_alike(model, axis)
-        _apply(made, axis)
+    if axis.size > 1 or experts.size > 1:
+        _start_alike(model, axis, experts)
+        _apply(made, axis, experts)
     if axis.rank == 0 and (axis.mesh is None or axis.mesh.rank == 0):
         _tell(made.report())
     return model
@@ -112,24 +116,35 @@ def _axis(mesh: Mesh | Axis | DeviceMesh) -> Axis:
     return Mesh(tp=mesh.size(), device=mesh.device_type)["tp"]
 
 
-def _agreed_plan(model: nn.Module, axis: Axis, plan: str | Mapping[str, str], *, sequence: bool) -> TensorPlan:
-    """The plan that all ranks have made; a problem of one rank is raised by all. Collective over the axis."""
+def _expert_axis(axis: Axis) -> Axis:
+    if axis.mesh is not None:
+        return axis.mesh["ep"]
+    return Axis("ep", (axis.ranks[axis.rank],), 0, None)
+
+
+def _agreed_plan(
+    model: nn.Module, axis: Axis, experts: Axis, plan: str | Mapping[str, str], *, sequence: bool
+) -> TensorPlan:
+    """The plan that all ranks have made; a problem of one rank is raised by all. Collective over the axes."""
     made, problem = None, ""
     try:
         _check(model)
-        made = make_plan(model, axis.size, plan, sequence=sequence)
+        made = make_plan(model, axis.size, plan, sequence=sequence, num_expert_ranks=experts.size)
         if axis.mesh is None and any(each.num_sharing > 1 for region in made.regions for each in region.entering):
             raise ConfigError("parallelize: heads are shared by ranks, for which the mesh of the axis must be known")
     except (ConfigError, StateError) as error:
         problem = f"{type(error).__name__}: {error}"
         mine = error
-    problems = comm.exchange(problem, axis, "problems of the tensor plan")
-    if problem:
+    for each in (experts, axis):
+        problems = comm.exchange(problem, each, "problems of the tensor plan")
+        if not problem and any(problems):
+            rank = next(i for i, text in enumerate(problems) if text)
+            problem = f"rank {each.ranks[rank]} cannot split its model: {problems[rank]}"
+            mine = ConfigError(problem)
+    if made is None or problem:
         raise mine
-    if made is None or any(problems):
-        rank = next(i for i, text in enumerate(problems) if text)
-        raise ConfigError(f"rank {axis.ranks[rank]} cannot split its model: {problems[rank]}")
-    comm.agree_on("the tensor-parallel plan", made.digest(), made.report(), axis, _first_difference)
+    for each in (experts, axis):
+        comm.agree_on("the tensor-parallel plan", made.digest(), made.report(), each, _first_difference)
     return made
 
 
@@ -155,13 +170,16 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def _start_alike(model: nn.Module, axis: Axis) -> None:
-    """The first rank's weights, buffers and stream of random numbers, on every rank. Collective over the axis."""
+def _start_alike(model: nn.Module, axis: Axis, experts: Axis) -> None:
+    """The first rank's weights and buffers, on every rank of both axes, and its stream of random numbers, on every rank
+    of the tensor axis. Collective over the axes.
+    """
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             dense = tensor.detach().contiguous()
-            comm.broadcast(dense, axis, 0, f"first value of {name}").wait()
+            for each in (experts, axis):
+                comm.broadcast(dense, each, 0, f"first value of {name}").wait()
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
     for generator in {generator_of(torch.device("cpu")), generator_of(device)}:
@@ -170,8 +188,22 @@ def _start_alike(model: nn.Module, axis: Axis) -> None:
         generator.set_state(state)
 
 
-def _apply(made: TensorPlan, axis: Axis) -> None:
+def _apply(made: TensorPlan, axis: Axis, expert_axis: Axis) -> None:
     in_sequence = tuple(f"{name}." for name, _ in made.sequence)
+    for name, module in made.experts:
+        experts = Experts.adopt(module, axis, expert_axis, unit=name)
+        experts.in_sequence = bool(in_sequence) and name.startswith(in_sequence)
+    if axis.size > 1:
+        _split_over_tensor_axis(made, axis, in_sequence)
+    for param in made.model.parameters():
+        if find_pieces(param) is None:
+            attach_pieces(param, Pieces.whole(axis, param.shape))
+    guard(made.model, axis)
+    for module in made.model.modules():
+        speak_of_whole_parameters(module)  # those that share a split layer's parameter, too
+
+
+def _split_over_tensor_axis(made: TensorPlan, axis: Axis, in_sequence: tuple[str, ...]) -> None:
     for region in made.regions:
         _split_region(region, axis, in_sequence=bool(in_sequence) and region.name.startswith(in_sequence))
     for layer in sorted(made.layers, key=lambda layer: not isinstance(layer.module, nn.Embedding)):
@@ -182,12 +214,6 @@ def _apply(made: TensorPlan, axis: Axis) -> None:
         mark_sequence_split(made.model)
         _sum_sequence_gradients(made, axis)
         split_sequence_between(made.model, made.sequence, axis)
-    for param in made.model.parameters():
-        if find_pieces(param) is None:
-            attach_pieces(param, Pieces.whole(axis, param.shape))
-    guard(made.model, axis)
-    for module in made.model.modules():
-        speak_of_whole_parameters(module)  # those that share a split layer's parameter, too
 
 
 def _sum_sequence_gradients(made: TensorPlan, axis: Axis) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import blake2b
+from typing import Any
 
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.tensor.experts import find_experts_in, why_not_split, why_unknown
 from shardcore.tensor.layers import cannot_split, is_transposed
+from shardcore.tensor.pieces import even_ranges
 from shardcore.tensor.regions import Region, find_regions, is_linear, num_inputs, num_outputs
 from shardcore.tensor.separable import why_inseparable
 from shardcore.tensor.transformers_model import (
@@ -22,7 +25,7 @@ from shardcore.tensor.transformers_model import (
     why_not_vouched,
 )
 
-STYLES = ("colwise", "rowwise", "vocab", "sequence", "replicate")
+STYLES = ("colwise", "rowwise", "vocab", "experts", "sequence", "replicate")
 _WHOLE_ENDS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
 
 
@@ -43,8 +46,11 @@ class TensorPlan:
 
     model: nn.Module
     num_ranks: int
+    num_expert_ranks: int = 1
     regions: list[Region] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
+    experts: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """Modules of experts that are split over both axes."""
     loss_head: Layer | None = None
     """The output projection whose logits need not be gathered for the model's own loss."""
     sequence: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -66,8 +72,15 @@ class TensorPlan:
             end = ", whole outside" if layer.whole_end else ""
             loss = "; logits stay split in the training loss" if layer is self.loss_head else ""
             found.append((layer.name, layer.style + end + loss))
+        for name, module in self.experts:
+            found.append((name, f"experts: {self._size_of(module)}"))
         found.extend((name, "sequence: activations split between its blocks") for name, _ in self.sequence)
         return found + [(name, f"left whole: {why}") for name, why in self.whole]
+
+    def _size_of(self, experts: Any) -> str:
+        hidden = experts.down_proj.shape[2]
+        sizes = _sizes([[part] for part in even_ranges(hidden, self.num_ranks)])
+        return f"{experts.down_proj.shape[0] // self.num_expert_ranks} on each rank, {sizes} hidden features of each"
 
     def report(self) -> str:
         """One line for each kind of module."""
@@ -77,7 +90,8 @@ class TensorPlan:
             kinds[key] = kinds.get(key, 0) + 1
         width = max((len(name) for name, _ in kinds), default=0)
         rows = [f"  {name:<{width}}  {text}" + (f"  x{n}" if n > 1 else "") for (name, text), n in kinds.items()]
-        return "\n".join([f"{type(self.model).__name__} over {self.num_ranks} tensor-parallel ranks:", *rows])
+        also = f" and {self.num_expert_ranks} expert-parallel ranks" if self.num_expert_ranks > 1 else ""
+        return "\n".join([f"{type(self.model).__name__} over {self.num_ranks} tensor-parallel ranks{also}:", *rows])
 
     def digest(self) -> str:
         """Alike on ranks that would do the same."""
@@ -90,7 +104,9 @@ def _sizes(ranges: list[list[tuple[int, int]]]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))
 
 
-def make_plan(model: nn.Module, num_ranks: int, plan: str | Mapping[str, str], *, sequence: bool) -> TensorPlan:
+def make_plan(
+    model: nn.Module, num_ranks: int, plan: str | Mapping[str, str], *, sequence: bool, num_expert_ranks: int = 1
+) -> TensorPlan:
     """Decide. Not collective.
 
     Raises:
@@ -99,15 +115,21 @@ def make_plan(model: nn.Module, num_ranks: int, plan: str | Mapping[str, str], *
     if isinstance(plan, str):
         if plan != "auto":
             raise ConfigError(f"parallelize(plan={plan!r}): expected 'auto', or a dict of module patterns to styles")
-        made = _automatic(model, num_ranks)
+        made = _automatic(model, num_ranks, num_expert_ranks)
     else:
-        made = _by_patterns(model, num_ranks, plan)
+        made = _by_patterns(model, num_ranks, num_expert_ranks, plan)
     _keep_ties(made, explicit=not isinstance(plan, str))
     if sequence:
         made.sequence = _stack(made)
     if made.sequence:
         _check_sequence(made)
-    if num_ranks > 1 and not (made.regions or made.layers):
+    if num_expert_ranks > 1 and not made.experts:
+        why = "; ".join(f"{name}: {why}" for name, why in made.whole if "experts:" in why) or "none has been found"
+        raise ConfigError(
+            f"the mesh has ep={num_expert_ranks}, but {type(model).__name__} has no experts that can be split ({why}): "
+            "make the mesh without ep, or build the model of shardcore.tensor.MixtureOfExperts"
+        )
+    if num_ranks > 1 and not (made.regions or made.layers or made.experts):
         why = "; ".join(f"{name}: {why}" for name, why in made.whole[:5]) or "no block of a known form"
         raise ConfigError(
             f"{type(model).__name__} has nothing that can be split over {num_ranks} tensor-parallel ranks ({why}). "
@@ -116,8 +138,8 @@ def make_plan(model: nn.Module, num_ranks: int, plan: str | Mapping[str, str], *
     return made
 
 
-def _automatic(model: nn.Module, num_ranks: int) -> TensorPlan:
-    made = TensorPlan(model, num_ranks)
+def _automatic(model: nn.Module, num_ranks: int, num_expert_ranks: int) -> TensorPlan:
+    made = TensorPlan(model, num_ranks, num_expert_ranks)
     own = own_plan(model)
     tried: dict[object, str] = {}
     for region in find_regions(model, num_ranks):
@@ -131,9 +153,27 @@ def _automatic(model: nn.Module, num_ranks: int) -> TensorPlan:
             made.whole.append((region.name or "model", f"{region.kind}: {problem}"))
         else:
             made.regions.append(region)
+    for name, module in find_experts_in(model):
+        _add_experts(made, name, module)
     _add_vocabulary(made)
     _add_unknown(made, own)
     return made
+
+
+def _add_experts(made: TensorPlan, name: str, module: nn.Module, *, explicit: bool = False) -> None:
+    """Split experts over the axes. What the mesh asks for in vain is refused: nothing else uses its ``ep``."""
+    owner: Any = module
+    problem = why_unknown(module)
+    if not problem:
+        num_experts, _, hidden = owner.down_proj.shape
+        problem = why_not_split(num_experts, hidden, made.num_expert_ranks, made.num_ranks)
+        explicit = explicit or made.num_expert_ranks > 1
+    if not problem:
+        made.experts.append((name, module))
+    elif explicit:
+        raise ConfigError(f"experts {name!r} cannot be split: {problem}")
+    else:
+        made.whole.append((name, f"experts: {problem}"))
 
 
 def _add_vocabulary(made: TensorPlan) -> None:
@@ -179,7 +219,7 @@ def _add_unknown(made: TensorPlan, own: dict[str, str]) -> None:
     """Name what the model's own plan would split, and this one does not."""
     done = {each.name for region in made.regions for each in (*region.projections,)}
     done |= {name for region in made.regions for name, _ in region.inner}
-    done |= {layer.name for layer in made.layers} | {name for name, _ in made.whole}
+    done |= {layer.name for layer in made.layers} | {name for name, _ in (*made.whole, *made.experts)}
     parents = tuple(f"{name}." for name, _ in made.whole)
     for name, module in made.model.named_modules():
         style = next((style for pattern, style in own.items() if fnmatchcase(name, pattern)), None)
@@ -187,8 +227,8 @@ def _add_unknown(made: TensorPlan, own: dict[str, str]) -> None:
             made.whole.append((name, f"{type(module).__name__}: a block of unknown form (its own plan: {style!r})"))
 
 
-def _by_patterns(model: nn.Module, num_ranks: int, plan: Mapping[str, str]) -> TensorPlan:
-    made = TensorPlan(model, num_ranks)
+def _by_patterns(model: nn.Module, num_ranks: int, num_expert_ranks: int, plan: Mapping[str, str]) -> TensorPlan:
+    made = TensorPlan(model, num_ranks, num_expert_ranks)
     styles = _matched(model, plan)
     regions = list(find_regions(model, num_ranks))
     taken: set[str] = set()
@@ -212,10 +252,13 @@ def _by_patterns(model: nn.Module, num_ranks: int, plan: Mapping[str, str]) -> T
         made.regions.append(region)
         taken.update(each.name for each in region.projections)
     modules = dict(model.named_modules())
+    experts = dict(find_experts_in(model))
     for name, style in styles.items():
         if name in taken or style == "replicate":
             continue
-        if style == "sequence":
+        if style == "experts" and name in experts:
+            _add_experts(made, name, modules[name], explicit=True)
+        elif style == "sequence":
             made.sequence.append((name, modules[name]))
         else:
             made.layers.append(_single(name, modules[name], style, num_ranks))
@@ -270,6 +313,8 @@ def _single(name: str, module: nn.Module, style: str, num_ranks: int) -> Layer:
         if problem:
             raise ConfigError(f"{where} cannot be split by its vocabulary: {problem}")
         return Layer(name, module, style)
+    if style == "experts":
+        raise ConfigError(f"{where} cannot be {style!r}: it has no 3-D weights gate_up_proj and down_proj")
     if not is_linear(module):
         raise ConfigError(f"{where} cannot be {style!r}: it is no plain linear layer or embedding")
     length = num_inputs(module) if plain == "rowwise" else num_outputs(module)
@@ -357,6 +402,7 @@ def _check_sequence(made: TensorPlan) -> None:
         inside = [region for region in made.regions if f"{region.name}.".startswith(f"{name}.")]
         known = {id(each.module) for region in inside for each in region.projections}
         known |= {id(module) for region in inside for _, module in region.inner}
+        known |= {id(module) for _, module in (*made.experts, *_routers(made))}
         if not inside or any(region.module is block for region in inside):
             raise ConfigError(
                 f"sequence parallelism: block {name!r} has no attention or perceptron module that is split"
@@ -370,10 +416,18 @@ def _check_sequence(made: TensorPlan) -> None:
                 )
 
 
+def _routers(made: TensorPlan) -> list[tuple[str, nn.Module]]:
+    """What chooses the experts of each token, beside them; it works on each position by itself."""
+    modules = dict(made.model.named_modules())
+    names = [f"{name.rpartition('.')[0]}.{each}" for name, _ in made.experts for each in ("gate", "router")]
+    return [(name, modules[name]) for name in names if name in modules]
+
+
 def replicated_in_sequence(made: TensorPlan) -> Iterator[tuple[str, nn.Module]]:
     """Modules of sequence-parallel blocks whose parameters every rank holds, but the insides of regions."""
     inner = {id(module) for region in made.regions for _, module in region.inner}
     inner |= {id(each.module) for region in made.regions for each in region.entering}
+    inner |= {id(module) for _, module in made.experts}
     for name, block in made.sequence:
         for path, module in block.named_modules():
             if id(module) not in inner and next(module.parameters(recurse=False), None) is not None:

@@ -106,6 +106,11 @@ def causal_loss_of(model: nn.Module) -> Any | None:
     return loss if getattr(loss, "__name__", "") == "ForCausalLMLoss" else None
 
 
+def knows_causal_loss(model: nn.Module) -> bool:
+    """Whether the model's loss is the library's for causal language models, or this module's of split logits."""
+    return causal_loss_of(model) is not None or isinstance(getattr(model, "loss_function", None), _CausalLoss)
+
+
 def split_loss(model: nn.Module, head: ColumnParallelLinear) -> None:
     """While training with labels, leave the logits split, and compute the model's loss from their parts."""
     # The library's own signature; what it passes besides is for its cross-entropy.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcore import comm
 from shardcore.errors import ConfigError
-from shardcore.protocols import find_tensor_axis
+from shardcore.protocols import find_context_axis, find_expert_axis, find_tensor_axis
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardcore.zero.prefetch import PrefetchLimits
 
 T = TypeVar("T")
-
-_NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism"}
 
 
 def expect(name: str, value: object, kind: type[T]) -> T:
@@ -47,8 +45,9 @@ def check_arguments(
         ConfigError: the mesh has an axis that nothing uses yet, or a tensor axis over which the module is not split.
         RankMismatchError: ranks give different settings; the message names one, and both values.
     """
-    _check_axes(mesh)
+    _check_context_axis(module, mesh)
     _check_tensor_axis(module, mesh)
+    _check_expert_axis(module, mesh)
     settings = {
         "stage": policy.stage,
         "precision": precision,
@@ -56,18 +55,38 @@ def check_arguments(
         "prefetch": prefetch,
         "segment_nbytes": segment_nbytes,
     }
-    comm.agree_on_settings("shardcore.shard(...)", settings, mesh["dp"])
+    comm.agree_on_settings("shardcore.shard(...)", settings, mesh.data_axes().every)
 
 
-def _check_axes(mesh: Mesh) -> None:
-    """Refuse axes that nothing uses yet: their ranks would all do the same work, on the same data."""
-    for name, what in _NOT_BUILT.items():
-        num_ranks = mesh.ep if name == "ep" else mesh[name].size
-        if num_ranks > 1:
-            raise ConfigError(
-                f"the mesh has {name}={num_ranks}, but {what} is not built yet: those ranks would repeat each other's "
-                f"work. Make the mesh without {name}, so that all ranks are data-parallel"
-            )
+def _check_context_axis(module: nn.Module, mesh: Mesh) -> None:
+    """The model must know that the ranks of the mesh's context axis have parts of its sequences."""
+    axis, expected = find_context_axis(module), mesh["cp"]
+    if axis is None and expected.size > 1:
+        raise ConfigError(
+            f"the mesh has cp={expected.size}, but {type(module).__name__} does not share sequences: those ranks would "
+            "repeat each other's work. Call shardcore.tensor.context_parallel(model, mesh) before shardcore.shard, or "
+            "make the mesh without cp"
+        )
+    if axis is not None and axis.ranks != expected.ranks:
+        raise ConfigError(
+            f"{type(module).__name__} shares its sequences over the ranks {list(axis.ranks)}, but the mesh given to "
+            f"shardcore.shard has cp over {list(expected.ranks)}: give both the same mesh"
+        )
+
+
+def _check_expert_axis(module: nn.Module, mesh: Mesh) -> None:
+    """The experts must lie over the mesh's expert axis, and over no other."""
+    axis, expected = find_expert_axis(module.parameters()), mesh["ep"]
+    if axis is None and expected.size > 1:
+        raise ConfigError(
+            f"the mesh has ep={expected.size}, but {type(module).__name__} has no experts that lie over it. Call "
+            "shardcore.tensor.parallelize(model, mesh) before shardcore.shard, or make the mesh without ep"
+        )
+    if axis is not None and axis.ranks != expected.ranks:
+        raise ConfigError(
+            f"the experts of {type(module).__name__} lie over the ranks {list(axis.ranks)}, but the mesh given to "
+            f"shardcore.shard has ep over {list(expected.ranks)}: give both the same mesh"
+        )
 
 
 def _check_tensor_axis(module: nn.Module, mesh: Mesh) -> None:

@@ -74,6 +74,7 @@ class ShardGroup(Edits, JoinsGathers):
         precision: Precision,
         shard_axis: Axis,
         replicate_axis: Axis,
+        data_axis: Axis,
         device: torch.device,
         gathering: Gathering,
         memory: ShardMemory,
@@ -92,22 +93,19 @@ class ShardGroup(Edits, JoinsGathers):
         """Parameters that ``load_state_dict`` is about to copy to."""
         self.shard_axis = shard_axis
         """The ranks that hold one copy of the parameters together."""
-        self.data_axis = _data_axis(shard_axis, replicate_axis)
+        self.data_axis = data_axis
+        """All that hold them, or shards of them."""
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self.nbytes = self.full.untyped_storage().nbytes()
         """Bytes of the whole parameters, padding included."""
-        if not self._adopt_parameters():
-            comm.broadcast(self.full, self.data_axis, 0, name).wait()
+        self._adopt_parameters()
         self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
-        self._stored = memory.stored
         self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
-        self.updates_on_host = memory.updates_on_host
-        self._own = self._make_own(memory.own)
-        self._master = self._make_master(precision.master_dtype(dtype), memory.master)
+        self._make_shard(memory, precision.master_dtype(dtype))
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:
@@ -289,9 +287,9 @@ class ShardGroup(Edits, JoinsGathers):
             self._move(ParamState.UNSHARDED)
             self.versions.show()
 
-    def _adopt_parameters(self) -> bool:
-        """Move the parameters' values into the flat buffer and make each parameter a view of it. Returns whether all
-        ranks have the same values already.
+    def _adopt_parameters(self) -> None:
+        """Move the parameters' values into the flat buffer and make each parameter a view of it; those of the first
+        rank count. Collective over the data axis.
         """
         agreed = True
         with torch.no_grad():
@@ -300,7 +298,16 @@ class ShardGroup(Edits, JoinsGathers):
                 agreed &= move_into(slot.param, flat)
                 slot.param.data = flat.view(slot.param.shape)
                 slot.group = self
-        return agreed
+        # What was in pieces is alike along "dp" already.
+        axis, mesh = self.data_axis, self.data_axis.mesh
+        if not agreed or mesh is None or axis.key != mesh["dp"].key:
+            comm.broadcast(self.full, axis, 0, self.name).wait()
+
+    def _make_shard(self, memory: ShardMemory, master_dtype: torch.dtype) -> None:
+        self._stored = memory.stored
+        self.updates_on_host = memory.updates_on_host
+        self._own = self._make_own(memory.own)
+        self._master = self._make_master(master_dtype, memory.master)
 
     def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
         own = self.full[self._slice]
@@ -402,10 +409,3 @@ class ShardGroup(Edits, JoinsGathers):
     def _move(self, then: ParamState) -> None:
         check_move(self.name, self.state, then)
         self.state = then
-
-
-def _data_axis(shard_axis: Axis, replicate_axis: Axis) -> Axis:
-    mesh = shard_axis.mesh
-    if mesh is None or replicate_axis.size == 1:
-        return shard_axis
-    return replicate_axis if shard_axis.size == 1 else mesh["dp"]

@@ -47,8 +47,8 @@ _METADATA_METHODS = frozenset(
     ]
 )
 _EXTERNAL_USE_HINT = (
-    "its data are released outside the model's forward and backward. To read or edit it: "
-    "`with shardcore.summon(model, writeback=True): ...` (all ranks together); this rank's piece: "
+    "its data are released outside the model's forward and backward. To read it: "
+    "`with shardcore.summon(model): ...` (all ranks together; writeback=True to edit it); this rank's piece: "
     "shardcore.local_shard(param)"
 )
 _GRAD_HINT = (

@@ -11,7 +11,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import CheckpointError, RankMismatchError, StateError
-from shardcore.protocols import ParameterSlot, find_pieces, find_slot
+from shardcore.protocols import ParameterSlot, find_experts, find_slot, part_of_whole, whole_shape
 from shardcore.zero.root import Root
 from shardcore.zero.sessions import root_of
 from shardcore.zero.values import write_whole
@@ -55,7 +55,7 @@ def load_state_dict(
     for name, (shape, dtype, _) in entries.items():
         if name in targets and shape is not None:
             value = _value(state_dict.get(name), shape, dtype, root, name) if rank0_only else state_dict[name]
-            _write(targets[name], value.reshape(shape).expand(_whole_shape(targets[name])))
+            _write(targets[name], value.reshape(shape).expand(whole_shape(targets[name])))
     return private.incompatible_keys(missing, unexpected)
 
 
@@ -80,7 +80,7 @@ def _before_load(module: nn.Module, state_dict: Any, prefix: str, metadata: dict
             slot.group.loading.add(slot.index)
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         slot, value = find_slot(param), state_dict.get(prefix + name)
-        if slot is not None and isinstance(value, torch.Tensor):
+        if slot is not None and isinstance(value, torch.Tensor) and find_experts(param) is None:  # else they differ
             comm.note_alike(slot.group.root.data_axis, "load_state_dict of", slot.name, value)
 
 
@@ -140,7 +140,7 @@ def _check(entries: Entries, targets: dict[str, torch.Tensor], strict: bool, mod
     for name, (shape, found, _) in entries.items():
         if name not in targets:
             continue
-        expected = list(_whole_shape(targets[name]))
+        expected = list(whole_shape(targets[name]))
         if shape is None:
             problems.append(f"{name}: expected a tensor, got {found}")
         elif shape != expected and not (shape == [1] and expected == []):
@@ -163,15 +163,8 @@ def _value(mine: torch.Tensor | None, shape: list[int], dtype: str, root: Root, 
     return value
 
 
-def _whole_shape(target: torch.Tensor) -> tuple[int, ...]:
-    pieces = find_pieces(target)
-    return tuple(target.shape) if pieces is None else tuple(pieces.full_shape)
-
-
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:
-    pieces = find_pieces(target)
-    if pieces is not None:
-        value = pieces.local(value)
+    value = part_of_whole(target, value)
     slot: ParameterSlot | None = find_slot(target)
     if slot is not None:
         write_whole(slot, value)

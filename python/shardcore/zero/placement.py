@@ -10,8 +10,8 @@ from shardcore.errors import ConfigError
 from shardcore.offload import Offload, ShardMemory, ShardSpec, place_shards
 
 if TYPE_CHECKING:
-    from shardcore import plan
     from shardcore.mesh import Mesh
+    from shardcore.zero.planning import Layout
     from shardcore.zero.policy import Policy, Precision
     from shardcore.zero.units import Assignment
 
@@ -37,15 +37,15 @@ def check_offload(offload: Offload | None, policy: Policy) -> None:
 def place(
     offload: Offload | None,
     assignment: Assignment,
-    shard_plan: plan.ShardPlan,
+    planned: Layout,
     precision: Precision,
     mesh: Mesh,
 ) -> list[ShardMemory]:
     """Memory outside the device for the shards of all groups. Collective over the data-parallel axis."""
     if offload is None or not offload.is_active:
-        return [ShardMemory() for _ in shard_plan.groups]
+        return [ShardMemory() for _ in planned.groups]
     specs = []
-    for unit_index, layout in shard_plan.groups:
+    for unit_index, layout in planned.groups:
         params = assignment.units[unit_index].params
         dtype = next((params[name].dtype for name, _, _ in layout.entries()), torch.float32)
         master, grad = precision.master_dtype(dtype), precision.sum_dtype(dtype)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from shardcore.mesh import Axis
-    from shardcore.plan import ShardPlan
     from shardcore.protocols import LossScale, ParameterSlot
     from shardcore.zero.policy import Policy, Precision
 
@@ -99,7 +98,7 @@ class Root(Surroundings):
         units: Sequence[Unit],
         groups: Sequence[ShardGroup],
         *,
-        plan: ShardPlan,
+        reduce_order: Sequence[int],
         policy: Policy,
         precision: Precision,
         data_axis: Axis,
@@ -110,14 +109,14 @@ class Root(Surroundings):
         super().__init__(module)
         self.units = units
         self.groups = groups
-        self.plan = plan
+        self.reduce_order = reduce_order
         self.policy = policy
         self.precision = precision
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
         self._program = comm.Program()
-        self.window = Window(groups, plan.reduce_order, data_axis, policy, self._program)
+        self.window = Window(groups, reduce_order, data_axis, policy, self._program)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
         self.skip_nonfinite = sixteen_bit if precision.skip_nonfinite is None else precision.skip_nonfinite
@@ -214,6 +213,8 @@ class Root(Surroundings):
             return
         self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
         self.backward_running = True
+        for optimizer in self.live_optimizers():
+            optimizer.scale_again(self)
         self.num_passes += 1
         self.gradient_factor = self.output_scale / scaling.running_factor()
         self._unwatch()
@@ -371,9 +372,9 @@ class Root(Surroundings):
         """Make the groups part of this model, and let ranks on other branches gather and reduce with this one."""
         for group in self.groups:
             group.join(self, self._program, self._gather_on_demand)
-        for group in (self.groups[i] for i in self.plan.reduce_order):
+        for group in (self.groups[i] for i in self.reduce_order):
             if self.policy.shards_params and group.grads is not None and group.grads.can_be_joined:
-                self._program.invite_to_reduce(self.shard_axis, group.name, group.full.numel(), group)
+                self._program.invite_to_reduce(group.shard_axis, group.name, group.full.numel(), group)
 
     def _takes_turns(self) -> bool:
         return self._program.takes_turns(self.shard_axis)

@@ -16,7 +16,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, RankMismatchError, StateError
-from shardcore.protocols import ParameterSlot, find_root, find_slot
+from shardcore.protocols import ParameterSlot, find_experts, find_root, find_slot
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.root import Root
 
@@ -86,6 +86,12 @@ def _all_of(parts: Sequence[tuple[Root, list[ParameterSlot]]], modifier_rank: in
         raise ConfigError(
             f"modifier_rank={modifier_rank!r} is not on the data-parallel axis, whose ranks are "
             f"{list(root.data_axis.ranks)}"
+        )
+    experts = next((slot.name for slot in slots if find_experts(slot.param) is not None), None)
+    if modifier_rank is not None and experts is not None:
+        raise ConfigError(
+            f"modifier_rank={modifier_rank!r}: other ranks hold other experts of {experts!r}, so one rank cannot set "
+            "them for all; write to them inside summon(writeback=True), or load whole ones by shardcore.load_state_dict"
         )
     groups = sorted({slot.group for slot in slots}, key=lambda group: int(group.index))
     writable = set() if modifier_rank is None else set(slots)
@@ -228,8 +234,15 @@ class Session:
             return None
         with private.without_torch_function():
             mine = [comm.fingerprint(slot.param) if slot in here else None for slot in written]
-        everywhere = comm.exchange(mine, self._root.data_axis, "what was written")
-        wrong = [slot.name for slot, *prints in zip(written, *everywhere, strict=True) if len(set(prints)) > 1]
+        wrong = []
+        axes = {slot.group.data_axis.key: slot.group.data_axis for slot in written}
+        for axis in axes.values():
+            everywhere = comm.exchange(mine, axis, "what was written")
+            for slot, *prints in zip(written, *everywhere, strict=True):
+                if slot.group.data_axis.key == axis.key and len(set(prints)) > 1:
+                    wrong.append(slot.name)
+        if axes.keys() != {self._root.data_axis.key}:  # experts: others may have found what is alike here
+            wrong = [name for names in comm.exchange(wrong, self._root.data_axis, "what differs") for name in names]
         if not wrong:
             return None
         return RankMismatchError(

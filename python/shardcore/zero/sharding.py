@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from shardcore import comm, plan
 from shardcore.blocks import Units
 from shardcore.errors import ConfigError, StateError
-from shardcore.mesh import Axis, Mesh, Split
+from shardcore.mesh import Axis, Mesh
 from shardcore.offload import Offload, ShardMemory
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
@@ -27,10 +26,11 @@ from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.materialise import Init, materialise
 from shardcore.zero.pieces import cast_piece
 from shardcore.zero.placement import check_offload, place
+from shardcore.zero.planning import Axes, Layout, choose_axes, plan_units
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
-from shardcore.zero.units import Assignment, assign_units, check_parameters, parameter_dtype
+from shardcore.zero.units import Assignment, assign_units, check_parameters
 
 if TYPE_CHECKING:
     from shardcore.mesh import DeviceMesh
@@ -98,7 +98,7 @@ def shard(
     prefetch = _limits(budget, prefetch, policy)
     mesh = as_mesh(mesh, module)
     check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
-    axes = _axes(mesh, policy, communication)
+    axes = {experts: choose_axes(mesh, policy, communication, experts=experts) for experts in (False, True)}
     if mesh.device.type == "cpu":
         keep_freed_memory()
     _check_unsharded(module)
@@ -106,19 +106,19 @@ def shard(
     assignment = assign_units(module, units)
     materialise(module, mesh, assignment, init)
     _cast(module, precision, mesh.device)
-    shard_plan = _plan(assignment, axes.shard.size, segment_nbytes or default_segment_nbytes(mesh.device), mesh)
-    _broadcast_buffers(module, mesh)
-    memory = place(offload, assignment, shard_plan, precision, mesh)
-    groups = _make_groups(assignment, shard_plan, policy, precision, axes, communication, mesh.device, memory)
+    layout = plan_units(assignment, axes, segment_nbytes or default_segment_nbytes(mesh.device))
+    _broadcast_buffers(module, axes[False].data)
+    memory = place(offload, assignment, layout, precision, mesh)
+    groups = _make_groups(assignment, layout, policy, precision, axes, communication, mesh.device, memory)
     root = Root(
         module,
-        _make_units(module, assignment, shard_plan, groups),
+        _make_units(module, assignment, layout, groups),
         groups,
-        plan=shard_plan,
+        reduce_order=layout.reduce_order,
         policy=policy,
         precision=precision,
-        data_axis=mesh["dp"],
-        shard_axis=axes.shard,
+        data_axis=axes[False].data,
+        shard_axis=axes[False].shard,
         device=mesh.device,
         limits=prefetch,
     )
@@ -173,32 +173,6 @@ def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = No
     return Mesh.from_torch(mesh)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Axes:
-    """Over which ranks a model is sharded and copied."""
-
-    shard: Axis
-    replicate: Axis
-    nodes: Split | None = None
-    """The shard axis by nodes, where shards travel in two steps."""
-    secondary: Axis | None = None
-    """The near ranks that hold a second shard of the parameters."""
-
-
-def _axes(mesh: Mesh, policy: Policy, communication: Communication) -> _Axes:
-    """Stage 0 replicates over all data-parallel ranks. Refuses what the stage has no use for."""
-    communication.check(policy)
-    if not policy.shards_states:
-        return _Axes(shard=Axis("shard", (mesh.rank,), 0, None, mesh), replicate=mesh["dp"])
-    nodes, secondary = communication.node_split(mesh), communication.secondary_split(mesh)
-    return _Axes(
-        shard=nodes.axis if nodes is not None else mesh["shard"],
-        replicate=mesh["replicate"],
-        nodes=nodes,
-        secondary=secondary.inside if secondary is not None else None,
-    )
-
-
 def _check_unsharded(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if find_root(child) is not None:
@@ -223,39 +197,29 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
                     child._buffers[name] = buffer.to(device)
 
 
-def _plan(assignment: Assignment, num_shards: int, segment_nbytes: int, mesh: Mesh) -> plan.ShardPlan:
-    """The plan that all ranks have made."""
-    units = [
-        (unit.name, [(n, p.numel(), parameter_dtype(p), p.requires_grad) for n, p in unit.params.items()])
-        for unit in assignment.units
-    ]
-    made = plan.plan_shards(units, num_shards=num_shards, segment_nbytes=segment_nbytes)
-    comm.agree_on("the shard plan", made.digest(), made.to_json(), mesh["dp"], plan.first_difference)
-    return made
-
-
-def _broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
+def _broadcast_buffers(module: nn.Module, axis: Axis) -> None:
     for name, buffer in module.named_buffers():
         dense = buffer.contiguous()
-        comm.broadcast(dense, mesh["dp"], 0, f"buffer {name}").wait()
+        comm.broadcast(dense, axis, 0, f"buffer {name}").wait()
         if dense is not buffer:
             buffer.copy_(dense)
 
 
 def _make_groups(
     assignment: Assignment,
-    shard_plan: plan.ShardPlan,
+    planned: Layout,
     policy: Policy,
     precision: Precision,
-    axes: _Axes,
+    axes_of: dict[bool, Axes],
     communication: Communication,
     device: torch.device,
     memory: list[ShardMemory],
 ) -> list[ShardGroup]:
     groups = []
-    model = comm.name_of_next_model(axes.shard)
-    for index, (unit_index, layout) in enumerate(shard_plan.groups):
+    model = comm.name_of_next_model(axes_of[False].shard)
+    for index, (unit_index, layout) in enumerate(planned.groups):
         unit = assignment.units[unit_index]
+        axes = axes_of[unit.holds_experts]
         slots = [
             ParameterSlot(
                 group=None,
@@ -277,6 +241,7 @@ def _make_groups(
             precision=precision,
             shard_axis=axes.shard,
             replicate_axis=axes.replicate,
+            data_axis=axes.data,
             device=device,
             gathering=_gathering(layout, slots, axes, communication),
             memory=memory[index],
@@ -288,23 +253,21 @@ def _make_groups(
 
 
 def _gathering(
-    layout: plan.ShardLayout, slots: list[ParameterSlot], axes: _Axes, communication: Communication
+    layout: plan.ShardLayout, slots: list[ParameterSlot], axes: Axes, communication: Communication
 ) -> Gathering:
     dtype = slots[0].param.dtype if slots else torch.float32
     route = comm.Route(axes.shard, axes.nodes, communication.coding(dtype, layout.trainable))
     return Gathering(route, axes.secondary)
 
 
-def _make_units(
-    module: nn.Module, assignment: Assignment, shard_plan: plan.ShardPlan, groups: list[ShardGroup]
-) -> list[Unit]:
+def _make_units(module: nn.Module, assignment: Assignment, planned: Layout, groups: list[ShardGroup]) -> list[Unit]:
     """One unit per module that uses groups, in module order; the root has one even without groups of its own."""
     names = {m: name or "root" for name, m in module.named_modules()}
     units = {module: Unit("root", module)}
     for spec in assignment.units:
         for user in spec.modules:
             units.setdefault(user, Unit(names[user], user))
-    for (unit_index, _), group in zip(shard_plan.groups, groups, strict=True):
+    for (unit_index, _), group in zip(planned.groups, groups, strict=True):
         for user in assignment.units[unit_index].modules:
             units[user].groups.append(group)
     order = {m: i for i, m in enumerate(names)}

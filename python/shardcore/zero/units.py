@@ -1,7 +1,8 @@
 """Which modules are the units of sharding, and which parameter belongs to which.
 
 A unit is gathered, released and reduced as a whole. A parameter belongs to the nearest unit around the module that
-holds it; one that several units hold (tied weights) is a unit of its own, which all of them use.
+holds it; one that several units hold (tied weights) is a unit of its own, which all of them use. Experts that lie over
+the expert axis are units beside that of their block.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore.blocks import Units, choose_blocks
 from shardcore.errors import ConfigError
+from shardcore.protocols import find_experts
 from shardcore.zero.leaves import with_leaves
 
 _OWN_UNIT_NUMEL = 1 << 16
@@ -30,6 +32,8 @@ class UnitSpec:
     name: str
     modules: list[nn.Module]
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    holds_experts: bool = False
+    """Its parameters lie over the expert axis: they are sharded over fewer ranks than others."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,13 @@ def assign_units(model: nn.Module, units: Units) -> Assignment:
         aliases.setdefault(param, []).append(name)
         if owner not in users.setdefault(param, []):
             users[param].append(owner)
-    specs: dict[tuple[nn.Module, ...], UnitSpec] = {}
+    specs: dict[tuple[tuple[nn.Module, ...], bool], UnitSpec] = {}
     for param, owners in users.items():
-        key = tuple(owners)
+        is_expert = find_experts(param) is not None
+        key = (tuple(owners), is_expert)
         if key not in specs:
-            specs[key] = UnitSpec("+".join(names[m] or "root" for m in owners), list(owners))
+            name = "+".join(names[m] or "root" for m in owners) + (" experts" if is_expert else "")
+            specs[key] = UnitSpec(name, list(owners), holds_experts=is_expert)
         specs[key].params[aliases[param][0]] = param
     return Assignment(list(specs.values()), {p: tuple(a) for p, a in aliases.items()})
 
@@ -103,7 +109,7 @@ def check_parameters(model: nn.Module) -> None:
 
     Raises:
         ConfigError: no parameter, complex or integer parameters, parameters that share memory, embeddings that are
-            sparse or rescale their rows.
+            sparse or rescale their rows, modules compiled by torch.jit.
     """
     params = dict(model.named_parameters())
     if not params:
@@ -115,6 +121,11 @@ def check_parameters(model: nn.Module) -> None:
                 "or real"
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name!r} was compiled by torch.jit, whose code does not see that its parameters move: shard "
+                "the plain module, and compile its blocks by block.compile()"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
                 f"module {name!r} has sparse=True; sparse gradients are not supported: build it with sparse=False"
