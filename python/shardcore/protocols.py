@@ -298,7 +298,17 @@ class ShardedOptimizerMark:
         raise NotImplementedError
 
     def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
-        """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        """This rank's state of one parameter: views of its piece (copies where it rests on a disk), and whatever is one
+        value for all.
+        """
+        raise NotImplementedError
+
+    def local_master(self, slot: ParameterSlot) -> torch.Tensor:
+        """A copy of this rank's piece of a master weight that rests on a disk."""
+        raise NotImplementedError
+
+    def set_local_state(self, slot: ParameterSlot, name: str, value: torch.Tensor) -> None:
+        """Replace this rank's state of this name, or, under ``MASTER``, the master weight that rests on a disk."""
         raise NotImplementedError
 
     def held_pieces(self) -> list[HeldPiece]:
