@@ -242,10 +242,25 @@ class CheckpointReader:
 
         Raises ``CheckpointError`` for what is no such file, and for a name in two of them.
         """
-    def read(self, /, wants: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, Tensor]]) -> None:
+    def read(
+        self,
+        /,
+        wants: SupportsGetItem[
+            int,
+            tuple[
+                SupportsIndex,
+                SupportsIndex,
+                SupportsIndex,
+                Tensor,
+                tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None,
+            ],
+        ],
+    ) -> None:
         """
-        Reads ``(tensor, start, stop, out)``: elements of the flattened tensor with this number in the index, into the
-        memory of ``out``, which has exactly these elements and is contiguous on the CPU. Every block is checked.
+        Reads ``(tensor, start, stop, out, runs)``: elements of the flattened tensor with this number in the index, into
+        the memory of ``out``, which has exactly these elements and is contiguous on the CPU. With ``runs``, ``(first,
+        length, stride)``, they are counted in the part of it that runs of ``length`` elements every ``stride`` from
+        ``first`` on make up. Every block is checked.
 
         Raises ``CheckpointError`` naming the file and its bytes for a block that is not as it was written.
         """

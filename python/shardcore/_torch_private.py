@@ -51,6 +51,14 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Whether ``register_hook`` was called on the tensor, and not taken back.
+
+    torch has no public way to ask; without it gradients that are computed apart from autograd would miss the hook.
+    """
+    return bool(getattr(tensor, "_backward_hooks", None))
+
+
 def transforms_around() -> list[str]:
     """Names of the ``torch.func`` transforms that this code runs under, outermost first: "Grad", "Vmap", "Jvp", ...
 

@@ -208,6 +208,9 @@ class PipelinePart(Protocol):
     num_steps: int
     """Steps taken; random numbers depend on it."""
 
+    def tied_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of this rank that other stages hold, too, by names that are the same on all ranks."""
+
     def counts_in_norm(self, param: torch.nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global norm; one rank does for each."""
 
@@ -242,6 +245,10 @@ MASTER = "master weight"
 """The name of master weights among the states that an optimizer reads and writes for a checkpoint."""
 
 
+Runs = tuple[int, int, int]
+"""(first, length, stride): the elements of a flattened tensor in runs of ``length`` every ``stride`` from ``first``."""
+
+
 class TensorPieces(Protocol):
     """Which part of a parameter this rank of the tensor axis holds; a replicated one has parts that are the whole. Or
     which experts this rank of the expert axis holds.
@@ -267,6 +274,11 @@ class TensorPieces(Protocol):
 
     def counted_flat_ranges(self) -> list[tuple[int, int]]:
         """The ranges of the flattened part that no earlier rank of the axis holds."""
+
+    def flat_parts(self) -> list[tuple[int, int, int, Runs | None]]:
+        """Where the flattened part stands in the flattened whole: (start, stop, begin, runs) of each range of it, whose
+        elements are those from ``begin`` on, of the whole or of these runs of it.
+        """
 
 
 class ShardedOptimizerMark:

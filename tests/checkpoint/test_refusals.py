@@ -323,13 +323,3 @@ def test_every_optimizer_group_is_matched_by_its_parameters(tmp_path: Path) -> N
     merged = sc.optimizer("adamw", model, lr=0.2)
     assert sc.checkpoint.load(tmp_path, model, merged).report.groups_kept == [0]
     assert merged.param_groups[0]["lr"] == 0.2
-
-
-@spmd(world=2)
-def test_a_tensor_parallel_model_is_refused(tmp_path: Path) -> None:
-    mesh = sc.Mesh(tp=2, device="cpu")
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    sc.tensor.parallelize(model, mesh["tp"], {"0": "colwise", "1": "rowwise"})
-    sc.shard(model, mesh, stage=1)
-    with pytest.raises(ConfigError, match="tensor-parallel"):
-        sc.checkpoint.save(tmp_path, model)

@@ -44,7 +44,6 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("zero_optimization.offload_optimizer.super_offload", True),
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
-        ("pipeline.stages", 4),
         ("tensor_parallel.partition_config", {"use_default_specs": False}),
         ("sequence_parallel_size", 2),
         ("expert_parallel.enabled", True),
@@ -243,7 +242,7 @@ def test_a_file_as_front_ends_write_it_loads_in_drop_in_mode() -> None:
         tensor_parallel={"tp_size": 1},
     )
     assert (config.param_dtype, config.zero.stage, config.logging.steps_per_print) == ("bf16", 3, None)
-    assert [note.split(" ")[0] for note in config.notes] == ["without"]
+    assert [note.split(" ")[0] for note in config.notes] == ["pipeline.stages:", "without"]
 
 
 @pytest.mark.parametrize("key", ["tp_size", "autotp_size", "tp.tp_size"])

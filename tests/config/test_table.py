@@ -95,6 +95,8 @@ OURS = {
     "zero_optimization.replicate_inside",
     "activation_checkpointing.policy",
     "activation_checkpointing.units",
+    "pipeline.schedule",
+    "pipeline.num_chunks",
 }
 OLDER_BLOCKS = {
     "compile", "compression_training", "curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue",
@@ -145,6 +147,11 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.replicate_size": 1,
+    "pipeline.stages": 1,  # DeepSpeed never reads these two
+    "pipeline.partition": None,  # then "parameters", which "best" stands for
+    "pipeline.partition_method": None,
+    "pipeline.schedule": "1f1b",
+    "pipeline.num_chunks": None,
     "tensor_parallel.autotp_size": 0,
     "tensor_parallel.tp_size": 1,
     "tensor_parallel.tp.tp_size": 1,

@@ -42,13 +42,19 @@ def train_whole(name: str, clip: float | None, **changes: Any) -> tuple[list[flo
 
 
 def assert_follows(name: str, mesh: sc.Mesh, stage: int, clip: float | None, tolerance: float, **options: Any) -> None:
-    """A split and sharded model trains as the whole one. Collective."""
-    changes = options.pop("changes", {})
+    """A split and sharded model trains as the whole one. Collective.
+
+    Args:
+        options: of ``parallelize``; ``changes`` of the model's configuration; ``recompute`` its blocks.
+    """
+    changes, recompute = options.pop("changes", {}), options.pop("recompute", False)
     losses, norms, whole = train_whole(name, clip, **changes)
     model = build(name, seed=mesh.rank, **changes)  # all but the first rank's weights must not count
     if mesh.rank == 0:
         model = build(name, **changes)
     sc.tensor.parallelize(model, mesh["tp"], **options)
+    if recompute:
+        sc.activation.wrap(model)
     sc.shard(model, mesh, stage=stage)
     optimizer = sc.optimizer("adamw", model, lr=1e-2, max_grad_norm=clip)
     optimizer.track_grad_norm = True

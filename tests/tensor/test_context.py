@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,40 @@ def check_training(sizes: dict[str, int], kind: str, stage: int) -> None:
     assert bool(state) == (mesh.rank == 0)
     for name, value in state.items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ring", pytest.param("ulysses", marks=pytest.mark.full)])
+@spmd(world=2, timeout=110)
+def test_recomputed_blocks_go_around_again(kind: str) -> None:
+    mesh = sc.Mesh(cp=2)
+    whole, model = build("llama"), context_parallel(build("llama"), mesh, kind)
+    sc.activation.wrap(model)
+    sc.shard(model, mesh, stage=3)
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    optimizer.track_grad_norm = True
+    whole_loss(whole, 0).backward()
+    whole_loss(model, 0).backward()
+    optimizer.step()
+    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), float("inf")))
+    assert optimizer.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@spmd(world=4, timeout=110)
+def test_a_checkpoint_loads_without_the_axis(tmp_path: Path) -> None:
+    mesh = sc.Mesh(cp=2)
+    model = context_parallel(build("llama"), mesh)
+    sc.shard(model, mesh, stage=3)
+    optimizer = sc.optimizer("adamw", model, lr=1e-2)
+    whole_loss(model, mesh.data_rank).backward()
+    optimizer.step()
+    sc.checkpoint.save(tmp_path, model, optimizer, tag="one")
+    other = build("llama", seed=1)
+    sc.shard(other, sc.Mesh(), stage=1)
+    found = sc.optimizer("adamw", other, lr=1e-2)
+    sc.checkpoint.load(tmp_path, other, found)
+    expected = sc.state_dict(model, rank0_only=False)
+    for name, value in sc.state_dict(other, rank0_only=False).items():
+        assert torch.equal(value, expected[name]), name
 
 
 class Attention(nn.Module):

@@ -49,6 +49,21 @@ def test_tp_size_from_the_file() -> None:
 
 
 @spmd(world=4, timeout=110)
+def test_experts_of_a_mesh_that_is_given() -> None:
+    losses, norms, _ = train_whole("mixtral", 0.5)
+    config = configuration(gradient_accumulation_steps=1, tensor_parallel={"tp_size": 1})
+    engine, *_ = sc.initialize(model=build("mixtral"), config=config, mesh_param=sc.Mesh(ep=2))
+    assert engine.module.model.layers[0].mlp.experts.down_proj.shape[0] == 2
+    for step in range(STEPS):
+        value = loss(engine, rows(full_batch(step), engine.mesh.data_rank, 4))
+        engine.backward(value)
+        engine.step()
+        mean = sc.comm.sum_over_ranks(value.detach().clone(), engine.mesh["dp"], "loss") / 4
+        assert float(mean) == pytest.approx(losses[step], rel=1e-6)
+        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-6)
+
+
+@spmd(world=4, timeout=110)
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel.tp_size: 3 does not divide the 4 ranks.*\[1, 2, 4\]"):
         sc.initialize(model=build("gpt2"), config=configuration(tensor_parallel={"tp_size": 3}))

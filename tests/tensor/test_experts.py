@@ -41,11 +41,13 @@ class Dense(nn.Module):
         return total
 
 
-def tokens_of(rank: int, crowded: bool) -> torch.Tensor:
-    """Another number of tokens on each rank; ``crowded`` ones are alike, so that most experts get none."""
+def tokens_of(rank: int, kind: str) -> torch.Tensor:
+    """Another number of tokens on each rank; ``alike``, so that most experts get none; or none on the first rank."""
     draw = torch.Generator().manual_seed(rank)
     x = torch.randn(5 + 2 * rank, FEATURES, generator=draw, dtype=torch.float64)
-    return x[:1] + 1e-3 * x if crowded else x
+    if kind == "none" and rank == 0:
+        return x[:0]
+    return x[:1] + 1e-3 * x if kind == "alike" else x
 
 
 def layer(mesh: sc.Mesh) -> MixtureOfExperts:
@@ -63,22 +65,22 @@ def whole_state(mesh: sc.Mesh) -> dict[str, torch.Tensor]:
     return {"router.weight": router, "experts.gate_up_proj": into, "experts.down_proj": out}
 
 
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("kind", ["usual", "alike", "none"])
 @pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (2, {"tp": 2}), (4, {"ep": 2, "tp": 2}), (4, {"ep": 4})])
-def test_forward_and_gradients_are_those_of_the_dense_twin(world: int, sizes: dict[str, int], crowded: bool) -> None:
-    sc.testing.run_spmd(check_twin, world, sizes, crowded)
+def test_forward_and_gradients_are_those_of_the_dense_twin(world: int, sizes: dict[str, int], kind: str) -> None:
+    sc.testing.run_spmd(check_twin, world, sizes, kind)
 
 
-def check_twin(sizes: dict[str, int], crowded: bool) -> None:
+def check_twin(sizes: dict[str, int], kind: str) -> None:
     mesh = sc.Mesh(**sizes)
     split, dense = layer(mesh), Dense(whole_state(mesh))
-    x = tokens_of(mesh.data_rank, crowded).requires_grad_()
+    x = tokens_of(mesh.data_rank, kind).requires_grad_()
     given = torch.randn(x.shape, generator=torch.Generator().manual_seed(9 + mesh.data_rank), dtype=torch.float64)
     split_output = split(x)
     split_output.backward(given)
     mean = {name: torch.zeros_like(param) for name, param in dense.named_parameters()}
     for rank in range(mesh.data_world):
-        theirs = tokens_of(rank, crowded).requires_grad_()
+        theirs = tokens_of(rank, kind).requires_grad_()
         each = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(9 + rank), dtype=torch.float64)
         dense.zero_grad()
         output = dense(theirs)
@@ -152,6 +154,11 @@ def test_stages_beside_other_axes(sizes: dict[str, int], stage: int) -> None:
     assert_follows("mixtral", sc.Mesh(**sizes), stage, clip=0.5, tolerance=1e-6)
 
 
+@spmd(world=2, timeout=110)
+def test_recomputed_blocks_send_their_tokens_again() -> None:
+    assert_follows("mixtral", sc.Mesh(ep=2), 3, clip=None, tolerance=1e-6, recompute=True)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @spmd(world=4, timeout=110)
 def test_saving_and_loading_speak_of_all_experts(stage: int) -> None:
@@ -209,6 +216,16 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(IndexError, match="expert 9 was chosen, expected 0 to 3"):
         model.model.layers[0].mlp.experts(torch.zeros(1, 24).double(), torch.tensor([[9]]), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@spmd(world=2)
+def test_experts_that_are_built_in_pieces_are_refused(empty: bool) -> None:
+    mesh = sc.Mesh(ep=2)
+    with sc.empty_init() if empty else sc.sharded_init(mesh):
+        model = nn.Sequential(layer(mesh), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"0\.experts\.gate_up_proj.*build the experts outside of it"):
+        sc.shard(model, mesh)
 
 
 class Unusual(nn.Module):

@@ -7,12 +7,13 @@ use serde_json::value::RawValue;
 
 use crate::checksum::num_blocks;
 use crate::error::{CheckpointError, Result};
+use crate::runs::{Runs, tile};
 use crate::safetensors::itemsize;
 
 /// The `format` of every index.
 pub const FORMAT: &str = "shardcore-checkpoint";
-/// The version that this code writes, and the newest that it reads.
-pub const VERSION: u32 = 1;
+/// The newest version that this code reads. What has no pieces across rows is written as version 1.
+pub const VERSION: u32 = 2;
 
 /// The document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -60,11 +61,11 @@ pub struct TensorEntry {
     pub dtype: String,
     /// The unsharded shape.
     pub shape: Vec<u64>,
-    /// Where its elements are, in their order.
+    /// Where its elements are, in their order; those across rows part by part.
     pub pieces: Vec<PieceEntry>,
 }
 
-/// A range of the flattened tensor that lies in a row in a file.
+/// A range of the flattened tensor, or of a part across its rows, that lies in a row in a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PieceEntry {
@@ -78,9 +79,17 @@ pub struct PieceEntry {
     pub stop: u64,
     /// CRC-32 of every block of it: eight hexadecimal digits each, one behind the other.
     pub crc32: String,
+    /// The part of which `start` and `stop` count the elements; None: they count those of the tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runs: Option<Runs>,
 }
 
 impl TensorEntry {
+    /// Its pieces, those of each part together.
+    pub(crate) fn groups(&self) -> impl Iterator<Item = &[PieceEntry]> {
+        self.pieces.chunk_by(|one, next| one.runs == next.runs)
+    }
+
     /// Number of elements.
     #[must_use]
     pub fn numel(&self) -> u64 {
@@ -173,8 +182,22 @@ impl Index {
         let itemsize = itemsize(&tensor.dtype).ok_or_else(|| format!("unknown dtype {:?}", tensor.dtype))?;
         let numel = tensor.shape.iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim));
         let numel = numel.filter(|&numel| numel <= i64::MAX.unsigned_abs() / 8).ok_or("its shape is too large")?;
+        let groups: Vec<&[PieceEntry]> = tensor.groups().collect();
+        let parts: Vec<Runs> = groups.iter().filter_map(|group| group[0].runs).collect();
+        if !parts.is_empty() && (parts.len() != groups.len() || !tile(&parts)) {
+            return Err("its parts across rows do not make up its rows".to_owned());
+        }
+        for group in &groups {
+            let expected = group[0].runs.map_or(Some(numel), |runs| runs.numel(numel));
+            self.check_group(group, expected.ok_or("it does not consist of rows as its parts do")?, itemsize)?;
+        }
+        if groups.is_empty() && numel > 0 { Err(format!("elements 0 to {numel} are missing")) } else { Ok(()) }
+    }
+
+    /// Whether the pieces of one part are each element of it once.
+    fn check_group(&self, group: &[PieceEntry], numel: u64, itemsize: u64) -> std::result::Result<(), String> {
         let mut covered = 0;
-        for piece in &tensor.pieces {
+        for piece in group {
             if piece.start != covered || piece.stop <= piece.start || piece.stop > numel {
                 return Err(format!(
                     "elements from {covered} on are expected, and there is a piece [{}, {})",

@@ -32,9 +32,11 @@ pub mod write;
 mod error;
 mod files;
 mod marker;
+mod runs;
 
 pub use error::{CheckpointError, Result};
 pub use index::Index;
 pub use read::{Checkpoint, Want};
+pub use runs::Runs;
 pub use verify::Damage;
 pub use write::{FileWriter, Written};

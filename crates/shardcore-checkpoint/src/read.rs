@@ -13,6 +13,7 @@ use crate::error::{CheckpointError, Result};
 use crate::files::{os, read_if_there};
 use crate::index::{FORMAT, FileEntry, Index, PieceEntry, TensorEntry, VERSION};
 use crate::marker::{COMPLETE, INDEX, Marker};
+use crate::runs::{Runs, Span};
 use crate::safetensors::{Entry, read_header};
 
 /// Blocks under way at once; with their memory this is the read buffer.
@@ -31,11 +32,13 @@ pub struct Checkpoint {
     idle: Mutex<Vec<IoEngine>>,
 }
 
-/// Elements `[start, stop)` of a tensor, and where they are to go.
+/// Elements `[start, stop)` of a tensor or of a part of it, and where they are to go.
 pub struct Want<'a> {
     /// Number of the tensor in the index.
     pub tensor: usize,
-    /// First element, in the flattened tensor.
+    /// The part of which elements are counted; None: they are those of the flattened tensor.
+    pub runs: Option<Runs>,
+    /// First element.
     pub start: u64,
     /// The element after the last one.
     pub stop: u64,
@@ -43,20 +46,31 @@ pub struct Want<'a> {
     pub out: &'a mut [u8],
 }
 
-/// One block of a piece that is read for a want.
+/// One block of a piece that is read for some wants.
 pub(crate) struct Job {
+    pub(crate) tensor: usize,
     pub(crate) file: usize,
     /// The block's bytes in the file.
     pub(crate) start: u64,
     pub(crate) stop: u64,
     /// None in files of others, which have no checksums.
     pub(crate) sum: Option<u32>,
-    /// Number of the want, and the first byte of it that the block has.
-    pub(crate) want: usize,
+    copies: Vec<Copy>,
+}
+
+/// Bytes of a block that go into the memory of a want.
+struct Copy {
+    want: usize,
     out_start: usize,
-    /// The bytes of the block that go there.
     skip: usize,
     take: usize,
+}
+
+/// The blocks to read, each once, in the order in which they are first wanted.
+#[derive(Default)]
+struct Plan {
+    jobs: Vec<Job>,
+    by_place: BTreeMap<(usize, u64), usize>,
 }
 
 impl Checkpoint {
@@ -96,7 +110,7 @@ impl Checkpoint {
                 let mut tensor = TensorEntry { role: "weight".to_owned(), name, dtype, shape, pieces: Vec::new() };
                 if tensor.numel() > 0 {
                     let stop = tensor.numel();
-                    tensor.pieces.push(PieceEntry { file, offset, start: 0, stop, crc32: String::new() });
+                    tensor.pieces.push(PieceEntry { file, offset, start: 0, stop, crc32: String::new(), runs: None });
                 }
                 if by_key.insert((tensor.role.clone(), tensor.name.clone()), index.tensors.len()).is_some() {
                     return Err(CheckpointError::BadIndex(format!("{:?} is in two files", tensor.name)));
@@ -131,14 +145,15 @@ impl Checkpoint {
     /// [`CheckpointError::Damaged`] with file and bytes; [`CheckpointError::Storage`] if the disk fails;
     /// [`CheckpointError::Internal`] for a range outside its tensor.
     pub fn read(&self, mut wants: Vec<Want<'_>>) -> Result<()> {
-        let mut jobs = Vec::new();
+        let mut plan = Plan::default();
         for (number, want) in wants.iter().enumerate() {
-            self.plan(number, want, &mut jobs)?;
+            self.plan(number, want, &mut plan)?;
         }
-        self.run(jobs, |job, bytes| {
+        self.run(plan.jobs, |job, bytes| {
             let bytes = bytes?;
-            let out = &mut wants[job.want].out[job.out_start..job.out_start + job.take];
-            out.copy_from_slice(&bytes[job.skip..job.skip + job.take]);
+            for Copy { want, out_start, skip, take } in &job.copies {
+                wants[*want].out[*out_start..out_start + take].copy_from_slice(&bytes[*skip..skip + take]);
+            }
             Ok(())
         })
     }
@@ -175,15 +190,16 @@ impl Checkpoint {
         Ok(idle.map_or_else(made, Ok)?)
     }
 
-    /// All blocks of all tensors; each job's want is the number of its tensor.
+    /// All blocks of all tensors.
     pub(crate) fn all_jobs(&self) -> Result<Vec<Job>> {
-        let mut jobs = Vec::new();
+        let mut plan = Plan::default();
         for (number, entry) in self.index.tensors.iter().enumerate() {
             for piece in &entry.pieces {
-                self.plan_piece(number, entry, piece, (piece.start, piece.stop), 0, &mut jobs)?;
+                let all = Span { start: piece.start, stop: piece.stop, at: 0 };
+                self.plan_piece(number, piece, all, 0, &mut plan)?;
             }
         }
-        Ok(jobs)
+        Ok(plan.jobs)
     }
 
     fn settle(
@@ -211,47 +227,70 @@ impl Checkpoint {
         (first, in_memory(end - first))
     }
 
-    fn plan(&self, number: usize, want: &Want<'_>, jobs: &mut Vec<Job>) -> Result<()> {
+    fn plan(&self, number: usize, want: &Want<'_>, plan: &mut Plan) -> Result<()> {
         let outside = || CheckpointError::Internal(format!("elements {} to {} are wanted", want.start, want.stop));
         let entry = self.index.tensors.get(want.tensor).ok_or_else(outside)?;
-        let nbytes = want.stop.checked_sub(want.start).and_then(|numel| numel.checked_mul(entry.itemsize()));
-        if nbytes != Some(want.out.len() as u64) || want.stop > entry.numel() {
+        let numel = want.runs.map_or(Some(entry.numel()), |runs| runs.numel(entry.numel())).ok_or_else(outside)?;
+        let nbytes = want.stop.checked_sub(want.start).and_then(|count| count.checked_mul(entry.itemsize()));
+        if nbytes != Some(want.out.len() as u64) || want.stop > numel {
             return Err(outside());
         }
-        let first = entry.pieces.partition_point(|piece| piece.stop <= want.start);
-        for piece in entry.pieces[first..].iter().take_while(|piece| piece.start < want.stop) {
-            let range = (piece.start.max(want.start), piece.stop.min(want.stop));
-            let out_start = in_memory((range.0 - want.start) * entry.itemsize());
-            self.plan_piece(number, entry, piece, range, out_start, jobs)?;
+        let all = Span { start: want.start, stop: want.stop, at: 0 };
+        for group in entry.groups() {
+            match (want.runs, group[0].runs) {
+                (mine, theirs) if mine == theirs => self.plan_in_row(number, want.tensor, group, all, plan)?,
+                (mine, theirs) => {
+                    let spans: Box<dyn Iterator<Item = Span>> = match mine {
+                        Some(runs) => Box::new(runs.spans(want.start, want.stop)),
+                        None => Box::new(std::iter::once(all)),
+                    };
+                    for span in spans {
+                        match theirs {
+                            None => self.plan_in_row(number, want.tensor, group, span, plan)?,
+                            Some(runs) => runs
+                                .common(span)
+                                .try_for_each(|each| self.plan_in_row(number, want.tensor, group, each, plan))?,
+                        }
+                    }
+                }
+            }
         }
         Ok(())
     }
 
-    /// The blocks of a piece that hold the elements `[range.0, range.1)`.
-    fn plan_piece(
-        &self,
-        want: usize,
-        entry: &TensorEntry,
-        piece: &PieceEntry,
-        range: (u64, u64),
-        out_start: usize,
-        jobs: &mut Vec<Job>,
-    ) -> Result<()> {
+    /// The pieces of one part that hold elements of `span`, which counts the part's.
+    fn plan_in_row(&self, want: usize, tensor: usize, group: &[PieceEntry], span: Span, plan: &mut Plan) -> Result<()> {
+        let first = group.partition_point(|piece| piece.stop <= span.start);
+        for piece in group[first..].iter().take_while(|piece| piece.start < span.stop) {
+            let (start, stop) = (piece.start.max(span.start), piece.stop.min(span.stop));
+            let inside = Span { start, stop, at: span.at + start - span.start };
+            self.plan_piece(tensor, piece, inside, want, plan)?;
+        }
+        Ok(())
+    }
+
+    /// The blocks of a piece that hold the elements of `span`.
+    fn plan_piece(&self, tensor: usize, piece: &PieceEntry, span: Span, want: usize, plan: &mut Plan) -> Result<()> {
+        let entry = &self.index.tensors[tensor];
         let (itemsize, block_nbytes) = (entry.itemsize(), self.index.block_nbytes);
-        let span = piece.span(itemsize);
-        let (from, to) =
-            (span.start + (range.0 - piece.start) * itemsize, span.start + (range.1 - piece.start) * itemsize);
-        let mut out_start = out_start;
-        for number in (from - span.start) / block_nbytes..(to - span.start).div_ceil(block_nbytes) {
-            let start = span.start + number * block_nbytes;
-            let stop = (start + block_nbytes).min(span.end);
-            let (first, last) = (start.max(from), stop.min(to));
+        let place = piece.span(itemsize);
+        let from = place.start + (span.start - piece.start) * itemsize;
+        let to = place.start + (span.stop - piece.start) * itemsize;
+        let mut out_start = in_memory(span.at * itemsize);
+        for number in (from - place.start) / block_nbytes..(to - place.start).div_ceil(block_nbytes) {
+            let start = place.start + number * block_nbytes;
+            let stop = (start + block_nbytes).min(place.end);
             let sum = from_text(&piece.crc32, number);
             if sum.is_none() && !piece.crc32.is_empty() {
                 return Err(CheckpointError::BadIndex(format!("a checksum of {:?} is not one", entry.name)));
             }
+            let known = *plan.by_place.entry((piece.file, start)).or_insert(plan.jobs.len());
+            if known == plan.jobs.len() {
+                plan.jobs.push(Job { tensor, file: piece.file, start, stop, sum, copies: Vec::new() });
+            }
+            let (first, last) = (start.max(from), stop.min(to));
             let (skip, take) = (in_memory(first - start), in_memory(last - first));
-            jobs.push(Job { file: piece.file, start, stop, sum, want, out_start, skip, take });
+            plan.jobs[known].copies.push(Copy { want, out_start, skip, take });
             out_start += take;
         }
         Ok(())

@@ -43,7 +43,7 @@ pub fn verify(folder: &Path) -> Result<Vec<Damage>> {
         note(&mut found, checkpoint.check_header(file), "")?;
     }
     checkpoint.run(checkpoint.all_jobs()?, |job, bytes| {
-        let tensor = &index.tensors[job.want];
+        let tensor = &index.tensors[job.tensor];
         note(&mut found, bytes.map(|_| ()), &format!(" (of {} {:?})", tensor.role, tensor.name))
     })?;
     Ok(found)

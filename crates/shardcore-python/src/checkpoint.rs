@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use shardcore_checkpoint::checksum::to_text;
 use shardcore_checkpoint::folder::{self, Keep};
 use shardcore_checkpoint::safetensors::Entry;
-use shardcore_checkpoint::{Checkpoint, CheckpointError, FileWriter, Index, Want, verify};
+use shardcore_checkpoint::{Checkpoint, CheckpointError, FileWriter, Index, Runs, Want, verify};
 
 use crate::error::CoreError;
 use crate::gil;
@@ -17,6 +17,9 @@ use crate::tensor::TensorRef;
 
 /// Bytes, header bytes, CRC-32 of the header, and for each entry where it begins and the CRC-32 of its blocks.
 type WrittenFile = (u64, u64, String, Vec<(u64, String)>);
+
+/// Tensor, first element, the element after the last one, memory, and the part of which these are elements.
+type Wanted = (usize, u64, u64, TensorRef, Option<(u64, u64, u64)>);
 
 /// Tag, folder, number in the run, what is wrong.
 type Listed = (String, PathBuf, Option<u64>, Option<String>);
@@ -108,21 +111,24 @@ impl PyCheckpointReader {
         gil::run(py, || self.0.index().to_json())
     }
 
-    /// Reads ``(tensor, start, stop, out)``: elements of the flattened tensor with this number in the index, into the
-    /// memory of ``out``, which has exactly these elements and is contiguous on the CPU. Every block is checked.
+    /// Reads ``(tensor, start, stop, out, runs)``: elements of the flattened tensor with this number in the index, into
+    /// the memory of ``out``, which has exactly these elements and is contiguous on the CPU. With ``runs``, ``(first,
+    /// length, stride)``, they are counted in the part of it that runs of ``length`` elements every ``stride`` from
+    /// ``first`` on make up. Every block is checked.
     ///
     /// Raises ``CheckpointError`` naming the file and its bytes for a block that is not as it was written.
-    fn read(&self, py: Python<'_>, wants: Vec<(usize, u64, u64, TensorRef)>) -> PyResult<()> {
+    fn read(&self, py: Python<'_>, wants: Vec<Wanted>) -> PyResult<()> {
         check_apart(&wants)?;
-        for (_, _, _, out) in &wants {
+        for (_, _, _, out, _) in &wants {
             out.mark_changed(py)?;
         }
         gil::run(py, || {
-            let wants = wants.iter().map(|(tensor, start, stop, out)| {
+            let wants = wants.iter().map(|(tensor, start, stop, out, runs)| {
                 // SAFETY: the tensors are alive, their memory was checked not to overlap, and whoever loads into them
                 // neither reads nor writes them meanwhile.
                 let out = unsafe { out.bytes_mut() };
-                Want { tensor: *tensor, start: *start, stop: *stop, out }
+                let runs = runs.map(|(first, length, stride)| Runs { first, length, stride });
+                Want { tensor: *tensor, runs, start: *start, stop: *stop, out }
             });
             self.0.read(wants.collect())
         })
@@ -135,9 +141,9 @@ impl PyCheckpointReader {
 }
 
 /// No two of them share memory.
-fn check_apart(wants: &[(usize, u64, u64, TensorRef)]) -> Result<(), CoreError> {
+fn check_apart(wants: &[Wanted]) -> Result<(), CoreError> {
     let mut spans: Vec<(usize, usize)> =
-        wants.iter().map(|(_, _, _, out)| out.span()).filter(|&(_, nbytes)| nbytes > 0).collect();
+        wants.iter().map(|(_, _, _, out, _)| out.span()).filter(|&(_, nbytes)| nbytes > 0).collect();
     spans.sort_unstable();
     if spans.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0) {
         return Ok(());

@@ -16,6 +16,7 @@ from shardcore.activation.settings import Settings, partition_axis
 from shardcore.blocks import Units, choose_blocks
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Axis, Mesh
+from shardcore.protocols import splits_sequence
 
 _log = logging.getLogger("shardcore")
 
@@ -76,7 +77,8 @@ def wrap(
             attention, and recomputes what is cheap.
         offload: ``"cpu"``: inputs that take a gradient rest in host memory (pinned where there is CUDA).
         partition: the tensor-parallel axis, ``mesh["tp"]``, each rank of which keeps a part of such inputs; True is the
-            axis that the model is split over. Blocks then have collectives over it in backward.
+            axis that the model is split over. Blocks then have collectives over it in backward. Where activations are
+            split along the sequence already, a block's input is a part as it is, and this changes nothing.
         contiguous: such inputs lie in one buffer on the device.
         num_checkpoints: inputs that the buffer has room for; None is the number of blocks.
         synchronize: wait for the device before and after each block.
@@ -94,7 +96,7 @@ def wrap(
     settings = Settings(
         policy=policy,
         offload=offload,
-        partition=partition_axis(partition, model),
+        partition=None if splits_sequence(model) else partition_axis(partition, model),
         contiguous=contiguous,
         num_checkpoints=len(blocks) if num_checkpoints is None else num_checkpoints,
         synchronize=synchronize,

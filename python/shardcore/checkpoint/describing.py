@@ -75,7 +75,7 @@ def _kind(tensor: dict[str, Any]) -> str:
 
 
 def _nbytes(tensors: Iterable[dict[str, Any]]) -> int:
-    return sum(_itemsize(t["dtype"]) * (t["pieces"][-1]["stop"] if t["pieces"] else 0) for t in tensors)
+    return sum(_itemsize(t["dtype"]) * sum(p["stop"] - p["start"] for p in t["pieces"]) for t in tensors)
 
 
 def _itemsize(dtype: str) -> int:

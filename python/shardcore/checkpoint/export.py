@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from shardcore._core import CheckpointWriter
 from shardcore.checkpoint.dtypes import name_of
-from shardcore.checkpoint.holding import BUFFER, WEIGHT, Key
-from shardcore.checkpoint.stored import Read, Stored, open_checkpoint
-from shardcore.errors import CheckpointError
+from shardcore.checkpoint.holding import Key
+from shardcore.checkpoint.weights import StoredWeight, open_weights
+from shardcore.errors import CheckpointError, StorageError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHUNK_NUMEL = 1 << 21
-"""Elements that are in memory at once."""
-_INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One tensor of the export."""
-
-    name: str
-    key: Key
-    shape: list[int]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+Item = tuple[str, StoredWeight]
+"""A tensor, and its name in the export."""
 
 
 def to_hf(
@@ -66,73 +48,92 @@ def to_hf(
         CheckpointError: the checkpoint is damaged or incomplete, or ``out`` holds an export already.
         StorageError: the disk is full or refuses.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise CheckpointError(f"to_hf(dtype={dtype!r}): expected one of {', '.join(_DTYPES)}, or None")
-    stored, _ = open_checkpoint(Path(path), tag)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(file.name for file in folder.glob("model*.safetensors*"))
+    weights = open_weights(path, tag=tag, dtype=dtype, exclude_frozen=exclude_frozen)
+    renamed = [(rename(name) if rename is not None else name, weight) for name, weight in weights.items()]
+    items = [(name, weight) for name, weight in renamed if name is not None]
+    return _write_shards(Path(out), ("model", ".safetensors"), items, max_shard_nbytes, _write_safetensors)
+
+
+def to_torch(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: str | None = None,
+    max_shard_nbytes: int = 5_000_000_000,
+    exclude_frozen: bool = False,
+) -> list[Path]:
+    """As :func:`to_hf`, in the older form: ``pytorch_model*.bin``, written by ``torch.save``, for programs that read
+    nothing else. On one process; the tensors of one file are in memory at once.
+
+    Raises:
+        CheckpointError, StorageError: as :func:`to_hf`.
+    """
+    items = list(open_weights(path, tag=tag, dtype=dtype, exclude_frozen=exclude_frozen).items())
+    return _write_shards(Path(out), ("pytorch_model", ".bin"), items, max_shard_nbytes, _write_pickled)
+
+
+def _write_shards(
+    folder: Path,
+    kind: tuple[str, str],
+    items: list[Item],
+    max_shard_nbytes: int,
+    write: Callable[[Path, list[Item]], None],
+) -> list[Path]:
+    """Write the files and their index; returns the files."""
+    stem, suffix = kind
+    found = sorted(file.name for file in folder.glob(f"{stem}*{suffix}*"))
     if found:
         raise CheckpointError(f"{folder} holds an export already ({found[0]}, ...); give another folder")
-    items = list(_items(stored, dtype, rename or str, exclude_frozen))
     shards = _split(items, max_shard_nbytes)
-    names = _file_names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        _write(folder / name, shard, stored)
-    if len(shards) > 1:
-        weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
-        total = {"total_size": sum(item.nbytes for item in items)}
-        (folder / _INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2))
+    names = _file_names(stem, suffix, len(shards))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, shard in zip(names, shards, strict=True):
+            write(folder / name, shard)
+        if len(shards) > 1:
+            weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
+            total = {"total_size": sum(weight.nbytes for _, weight in items)}
+            index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+            (folder / f"{stem}{suffix}.index.json").write_text(index)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno, f"writing to {folder}: {error.strerror or error}") from error
     return [folder / name for name in names]
 
 
-def _items(
-    stored: Stored, dtype: str | None, rename: Callable[[str], str | None], exclude_frozen: bool
-) -> Iterator[_Item]:
-    weights, buffers = stored.training["weights"], stored.training["buffers"]
-    wanted: list[tuple[str, Key, torch.dtype]] = []
-    for name, info in weights.items():
-        if name in stored.excluded or (exclude_frozen and not info["trainable"]):
-            continue
-        own = getattr(torch, info["dtype"])
-        wanted += [(alias, (WEIGHT, name), own) for alias in (name, *info["aliases"])]
-    for name, aliases in buffers.items():
-        wanted += [(alias, (BUFFER, name), stored.dtype((BUFFER, name))) for alias in (name, *aliases)]
-    for alias, key, own in wanted:
-        exported = rename(alias)
-        if exported is not None:
-            kind = _DTYPES[dtype] if dtype is not None and own.is_floating_point else own
-            yield _Item(exported, key, stored.shape(key), kind)
-
-
-def _split(items: list[_Item], max_shard_nbytes: int) -> list[list[_Item]]:
-    """In order, as many as fit into each file."""
-    shards: list[list[_Item]] = [[]]
+def _split(items: list[Item], max_shard_nbytes: int) -> list[list[Item]]:
+    """In order, as many as fit into each file; a larger one has a file of its own."""
+    shards: list[list[Item]] = [[]]
     filled = 0
-    for item in items:
-        if shards[-1] and filled + item.nbytes > max_shard_nbytes:
+    for name, weight in items:
+        if shards[-1] and filled + weight.nbytes > max_shard_nbytes:
             shards.append([])
             filled = 0
-        shards[-1].append(item)
-        filled += item.nbytes
+        shards[-1].append((name, weight))
+        filled += weight.nbytes
     return shards
 
 
-def _file_names(count: int) -> list[str]:
+def _file_names(stem: str, suffix: str, count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{i:05d}-of-{count:05d}{suffix}" for i in range(1, count + 1)]
 
 
-def _write(path: Path, items: list[_Item], stored: Stored) -> None:
-    entries = [(item.name, name_of(item.dtype, item.name), item.shape) for item in items]
+def _write_safetensors(path: Path, items: list[Item]) -> None:
+    entries = [(name, name_of(weight.dtype, name), list(weight.shape)) for name, weight in items]
     writer = CheckpointWriter(path, entries, [("format", "pt")])
-    for item in items:
-        numel = prod(item.shape)
-        buffer = torch.empty(min(numel, _CHUNK_NUMEL), dtype=item.dtype)
-        for start in range(0, numel, _CHUNK_NUMEL):
-            stop = min(start + _CHUNK_NUMEL, numel)
-            part = buffer[: stop - start]
-            stored.read([Read(item.key, start, stop, part)])
-            writer.put(part)
+    for _, weight in items:
+        for chunk in weight.chunks():
+            writer.put(chunk)
     writer.finish(False)
+
+
+def _write_pickled(path: Path, items: list[Item]) -> None:
+    read: dict[Key, torch.Tensor] = {}
+    for _, weight in items:
+        if weight.key not in read:
+            read[weight.key] = weight.read()
+    torch.save({name: read[weight.key] for name, weight in items}, path)

@@ -12,25 +12,31 @@ from torch import nn
 
 from shardcore import _torch_private as private
 from shardcore import comm
+from shardcore.checkpoint.cutting import Cut, cuts
 from shardcore.checkpoint.dtypes import dtype_of, name_of
+from shardcore.checkpoint.ties import Tie
 from shardcore.checkpoint.values import encode
 from shardcore.errors import ConfigError
 from shardcore.protocols import (
     MASTER,
     HeldPiece,
+    Runs,
     ShardedGroup,
     ShardedOptimizerMark,
     ShardedRoot,
-    find_expert_axis,
     find_root,
     find_slot,
-    find_tensor_axis,
+    whole_shape,
 )
 
 WEIGHT, BUFFER, STATE = "weight", "buffer", "state/"
 """Roles of tensors; a state's own name follows."""
 Key = tuple[str, str]
 """(role, name) of a tensor: ``("state/exp_avg", "layers.0.weight")``."""
+Source = torch.Tensor | Callable[[], torch.Tensor] | None
+"""Values on any device, or what brings them from a disk; None where the optimizer shows them when their turn comes."""
+Held = tuple[torch.Tensor, int, int, Source]
+"""A parameter as this rank has it, elements [start, stop) of it, flattened, and where their values are."""
 
 
 @dataclass(slots=True)
@@ -44,17 +50,16 @@ class Tensor:
 
 @dataclass(slots=True)
 class Piece:
-    """Elements [start, stop) of a flattened tensor that are here."""
+    """Elements [start, stop) of a flattened tensor, or of runs of it, that are here."""
 
     key: Key
     start: int
     stop: int
-    source: torch.Tensor | Callable[[], torch.Tensor] | None = None
-    """[stop - start] any device, or what brings it from a disk; None where the optimizer shows it when its turn
-    comes.
-    """
+    source: Source = None
+    """[stop - start]."""
     may_change: bool = False
     """A forward may change it: a buffer, or a parameter that sharding left out."""
+    runs: Runs | None = None
 
 
 @dataclass(slots=True)
@@ -69,12 +74,18 @@ class Holding:
     """The other names of each buffer."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each parameter, the encoded values of its optimizer state that are one for all elements."""
+    ties: dict[str, Tie] = field(default_factory=dict)
+    """Of each parameter that other pipeline stages hold, too."""
     rests_on_disk: bool = False
     """Weights, or master weights and states, come from a disk."""
 
     def itemsize(self, piece: int) -> int:
         """Bytes of an element of a piece."""
         return dtype_of(self.tensors[self.pieces[piece].key].dtype).itemsize
+
+    def name_of(self, name: str) -> str:
+        """Under which name a parameter is kept."""
+        return self.ties[name].name if name in self.ties else name
 
     def add(self, key: Key, whole: tuple[torch.dtype, list[int]], piece: Piece) -> None:
         """Hold a piece of a tensor with this dtype and shape."""
@@ -83,21 +94,23 @@ class Holding:
         if piece.stop > piece.start:
             self.pieces.append(piece)
 
+    def add_range(self, key: Key, dtype: torch.dtype, held: Held) -> None:
+        """Hold a range of a parameter of which this rank may have a part."""
+        param, start, stop, source = held
+        self.add(key, (dtype, list(whole_shape(param))), Piece(key, 0, 0))
+        for cut in cuts(param, start, stop):
+            self.pieces.append(Piece(key, cut.start, cut.stop, _part(source, cut), runs=cut.runs))
+
 
 def root_of(model: nn.Module, what: str) -> ShardedRoot:
     """What ``shardcore.shard`` left on the model.
 
     Raises:
-        ConfigError: it is not sharded, or split over a tensor-parallel axis.
+        ConfigError: it is not sharded.
     """
     root = find_root(model)
     if root is None:
         raise ConfigError(f"{what}: {type(model).__name__} is not sharded; call shardcore.shard(model, ...) first")
-    if find_tensor_axis(model.parameters()) is not None or find_expert_axis(model.parameters()) is not None:
-        raise ConfigError(
-            f"{what}: {type(model).__name__} is tensor-parallel, or has experts on other ranks, and checkpoints of "
-            "such models are not available yet; shardcore.state_dict(model) gives the whole weights"
-        )
     return root  # type: ignore[no-any-return]
 
 
@@ -112,14 +125,16 @@ def hold(
     root: ShardedRoot,
     optimizer: ShardedOptimizerMark | None,
     prints: list[list[int]],
+    ties: dict[str, Tie],
     with_frozen: bool = True,
 ) -> Holding:
     """Everything of the model, and of the optimizer if there is one. Not collective.
 
     Args:
         prints: what :func:`buffer_prints` gave.
+        ties: of the parameters that other pipeline stages hold, too.
     """
-    holding = Holding()
+    holding = Holding(ties=ties)
     keeper = optimizer if optimizer is not None else keeper_of_masters(root)
     pieces = keeper.held_pieces() if keeper is not None else []
     _hold_weights(holding, root, keeper)
@@ -162,21 +177,27 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerMark | None) -> None:
     for group in root.groups:
         for slot in group.slots:
-            holding.weights[slot.name] = _weight_info(
-                slot.name, slot.aliases, slot.param.dtype, trainable=group.trainable
-            )
+            name = holding.name_of(slot.name)
+            names = holding.ties[slot.name].names if slot.name in holding.ties else slot.aliases
+            holding.weights[name] = _weight_info(name, names, slot.param.dtype, trainable=group.trainable)
             start, stop, offset = group.local_range(slot)
-            key, shape = (WEIGHT, slot.name), list(slot.param.shape)
-            part = slice(offset, offset + stop - start)
+            key, part = (WEIGHT, name), slice(offset, offset + stop - start)
             if group.has_masters and not group.masters_are_away:
-                holding.add(key, (group.master.dtype, shape), Piece(key, start, stop, group.master[part]))
+                holding.add_range(key, group.master.dtype, (slot.param, start, stop, group.master[part]))
             elif not group.masters_are_away or keeper is None or not keeper.holds(slot.param):
                 holding.rests_on_disk |= group.rests_on_disk
                 source = _source(group, part) if group.rests_on_disk else group.own[part]
-                holding.add(key, (slot.param.dtype, shape), Piece(key, start, stop, source))
+                holding.add_range(key, slot.param.dtype, (slot.param, start, stop, source))
             else:
                 holding.rests_on_disk = True
-                holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), shape)
+                holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), list(whole_shape(slot.param)))
+
+
+def _part(source: Source, cut: Cut) -> Source:
+    within = slice(cut.offset, cut.offset + cut.numel)
+    if callable(source):
+        return lambda: source()[within]
+    return None if source is None else source[within]
 
 
 def _source(group: ShardedGroup, part: slice) -> Callable[[], torch.Tensor]:
@@ -207,11 +228,10 @@ def _hold_whole(holding: Holding, key: Key, tensor: torch.Tensor) -> None:
 
 
 def _hold_states(holding: Holding, piece: HeldPiece, *, with_states: bool) -> None:
-    name, shape = piece.slot.name, list(piece.slot.param.shape)
+    name, held = holding.name_of(piece.slot.name), (piece.slot.param, piece.start, piece.stop, None)
     for state, dtype in piece.states.items():
         if with_states or state == MASTER:
-            key = key_of_state(state, name)
-            holding.add(key, (dtype, shape), Piece(key, piece.start, piece.stop))
+            holding.add_range(key_of_state(state, name), dtype, held)
     values = {key: value for key, value in piece.values.items() if value is not None}
     if with_states and (values or set(piece.states) - {MASTER}):
         holding.values[name] = {key: encode(value, f"state {key} of {name}") for key, value in values.items()}
@@ -238,9 +258,11 @@ def read_in_order(
     upcoming = deque(range(num_here, len(holding.pieces)))
 
     def show(held: HeldPiece, states: dict[str, torch.Tensor]) -> None:
+        name, parts = holding.name_of(held.slot.name), cuts(held.slot.param, held.start, held.stop)
         for state, value in states.items():
-            if upcoming and holding.pieces[upcoming[0]].key == key_of_state(state, held.slot.name):
-                act(upcoming.popleft(), value)
+            for part in parts:
+                if upcoming and holding.pieces[upcoming[0]].key == key_of_state(state, name):
+                    act(upcoming.popleft(), value[part.offset : part.offset + part.numel])
 
     if upcoming and optimizer is not None:
         optimizer.read_pieces(show)

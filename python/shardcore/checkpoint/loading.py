@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.crew import Crew
+from shardcore.checkpoint.deepspeed import looks_like_deepspeed
 from shardcore.checkpoint.foreign import Foreign
 from shardcore.checkpoint.holding import BUFFER, keeper_of_masters, role_of_rank, root_of
 from shardcore.checkpoint.matching import Match, match
@@ -20,7 +21,8 @@ from shardcore.checkpoint.pending import settle
 from shardcore.checkpoint.report import Loaded, Report
 from shardcore.checkpoint.resuming import check_optimizer, load_counters, load_options, load_states
 from shardcore.checkpoint.saving import everyone
-from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, weight_key
+from shardcore.checkpoint.stored import Read, Stored, open_checkpoint, reads_of, weight_key
+from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, gather_parts, restore_random_state
 from shardcore.checkpoint.values import decode
 from shardcore.errors import CheckpointError, RankMismatchError
@@ -70,8 +72,9 @@ def load(
     root = root_of(model, "checkpoint.load")
     crew = Crew(everyone(root))
     settle(crew)
-    stored, notes = crew.do("opening a checkpoint", lambda: open_checkpoint(Path(path), tag))
+    stored, notes = crew.do("opening a checkpoint", lambda: _open(Path(path), tag))
     _agree(crew, stored)
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.load"))
     crew.do("checking files", lambda: stored.check_headers(crew.rank, crew.axis.size))
     report = Report(path=stored.folder, world=int(stored.training.get("world", 0)), notes=notes)
@@ -92,6 +95,18 @@ def load(
         for note in report.notes:
             _log.warning("%s", note)
     return Loaded(stored.client_state, report)
+
+
+def _open(path: Path, tag: str | None) -> tuple[Stored, list[str]]:
+    try:
+        return open_checkpoint(path, tag)
+    except CheckpointError as error:
+        if not looks_like_deepspeed(path, tag):
+            raise
+        raise CheckpointError(
+            f"{path} was saved by DeepSpeed: make a checkpoint of it first, on one process, by shardcore ckpt "
+            f"import-deepspeed or shardcore.checkpoint.import_deepspeed({str(path)!r}, out), and load that"
+        ) from error
 
 
 def _agree(crew: Crew, stored: Stored) -> None:
@@ -161,8 +176,9 @@ def _reads_of_weights(root: ShardedRoot, found: Match, on_disk: set[Any]) -> Ite
         for slot in group.slots:
             name = found.weights.get(slot.name)
             start, stop, offset = group.local_range(slot)
-            if name is not None and stop > start and slot not in on_disk:
-                reads.append(Read(weight_key(name), start, stop, memory[offset : offset + stop - start]))
+            if name is not None and slot not in on_disk:
+                out = memory[offset : offset + stop - start]
+                reads += reads_of(weight_key(name), slot.param, (start, stop), out)
         if group.rests_on_disk:
             yield reads
         else:
@@ -247,6 +263,7 @@ def from_hf(
     crew = Crew(everyone(root))
     settle(crew)
     stored = crew.do("opening files", lambda: Foreign(path, rename))
+    stored.learn(tie.names for tie in ties_of(model, crew).values())
     crew.do("preparing to load", lambda: root.come_to_rest("checkpoint.from_hf"))
     found = crew.do("matching names", lambda: match(model, root, stored))
     found.used.update(stored.left_out)

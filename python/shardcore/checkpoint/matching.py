@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.checkpoint.holding import BUFFER, WEIGHT, Key, persistent_buffers, unsharded_parameters
 from shardcore.checkpoint.stored import Stored
-from shardcore.protocols import ShardedRoot
+from shardcore.protocols import ShardedRoot, whole_shape
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ def match(model: nn.Module, root: ShardedRoot, stored: Stored) -> Match:
             found.used.update(kept for kept in (stored.name_among([other]) for other in names) if kept is not None)
             if name in stored.excluded and not group.trainable:
                 continue
-            if _check(found, stored, slot.name, name, list(slot.param.shape)) and name is not None:
+            if _check(found, stored, slot.name, name, list(whole_shape(slot.param))) and name is not None:
                 found.weights[slot.name] = name
     for name, param in unsharded_parameters(model):
         kept = stored.name_among([name])

@@ -9,7 +9,7 @@ import torch
 from shardcore.checkpoint.holding import key_of_state
 from shardcore.checkpoint.matching import Match
 from shardcore.checkpoint.report import Report
-from shardcore.checkpoint.stored import Read, Stored
+from shardcore.checkpoint.stored import Stored, reads_of
 from shardcore.checkpoint.training import values_by_name
 from shardcore.checkpoint.values import decode
 from shardcore.protocols import Fill, ParameterSlot, ShardedOptimizerMark, find_slot
@@ -62,10 +62,11 @@ def load_states(optimizer: ShardedOptimizerMark, stored: Stored, found: Match, *
         return None if content is None else {key: decode(value) for key, value in content.items()}
 
     def fill(fills: list[Fill]) -> None:
+        known = [(one, found.weights[one.slot.name]) for one in fills if one.slot.name in found.weights]
         stored.read(
-            Read(key_of_state(one.name, found.weights[one.slot.name]), one.start, one.stop, one.out)
-            for one in fills
-            if one.slot.name in found.weights
+            read
+            for one, name in known
+            for read in reads_of(key_of_state(one.name, name), one.slot.param, (one.start, one.stop), one.out)
         )
 
     optimizer.write_pieces(values_of if with_states else None, fill)

@@ -24,6 +24,7 @@ from shardcore.checkpoint.holding import (
 )
 from shardcore.checkpoint.pending import Pending, remember, settle
 from shardcore.checkpoint.sharing import share
+from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, describe, gather_parts, merge, random_state
 from shardcore.checkpoint.writing import Job, Options
 from shardcore.errors import CheckpointError
@@ -88,11 +89,14 @@ def save(
     _agree(crew, path, tag, options)
     settle(crew)
     crew.do("preparing to save", lambda: root.come_to_rest("checkpoint.save"))
-    prints = buffer_prints(model, root)
-    holding = crew.do("looking at the model", lambda: hold(model, root, optimizer, prints, not exclude_frozen))
+    prints, ties = buffer_prints(model, root), ties_of(model, crew)
+    holding = crew.do("looking at the model", lambda: hold(model, root, optimizer, prints, ties, not exclude_frozen))
     _hold_random_state(holding, root, crew)
     others = gather_parts(scheduler, data, parts)
     mine = crew.do("describing the training", lambda: describe(model, root, optimizer, others, client_state))
+    if mine["optimizer"]:
+        for group in mine["optimizer"]["groups"]:
+            group["params"] = [holding.name_of(name) for name in group["params"]]
     training = merge(crew, holding, mine)
     job = Job(
         run=Path(path),

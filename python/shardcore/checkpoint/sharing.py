@@ -42,7 +42,9 @@ def share(holding: Holding, crew: Crew) -> Share:
     told = crew.tell("what each rank holds", lambda: _told(holding))
     tensors: dict[Key, Tensor] = {}
     numbers: dict[Key, int] = {}
-    held = []
+    held: list[list[tuple[int, int, int]]] = []
+    parts: dict[tuple[int, Any], int] = {}
+    itemsizes: list[int] = []
     for rank, (names, pieces) in zip(crew.axis.ranks, told, strict=True):
         keys = [(role, name) for role, name, _, _ in names]
         for key, (_, _, dtype, shape) in zip(keys, names, strict=True):
@@ -53,8 +55,12 @@ def share(holding: Holding, crew: Crew) -> Share:
                     f"saving a checkpoint: {key[0]} {key[1]!r} is {known.dtype} {known.shape} on another rank and "
                     f"{dtype} {shape} on rank {rank}; all ranks must hold parts of the same model"
                 )
-        held.append([(numbers[keys[i]], start, stop) for i, start, stop in pieces])
-    itemsizes = [dtype_of(tensor.dtype).itemsize for tensor in tensors.values()]
+        held.append([])
+        for i, start, stop, runs in pieces:
+            part = (numbers[keys[i]], tuple(runs) if runs else None)
+            if part not in parts:
+                itemsizes.append(dtype_of(tensors[keys[i]].dtype).itemsize)
+            held[-1].append((parts.setdefault(part, len(parts)), start, stop))
     mine = share_writes(held, itemsizes)[crew.rank]
     return Share(tensors, [Part(*part) for part in mine])
 
@@ -64,7 +70,11 @@ def entry_of(holding: Holding, part: Part) -> tuple[str, str, list[int]]:
     key = holding.pieces[part.piece].key
     tensor = holding.tensors[key]
     name = key[1] if key[0] == "weight" else f"{key[0]}/{key[1]}"
-    if part.start == 0 and part.stop == torch.Size(tensor.shape).numel():
+    runs = holding.pieces[part.piece].runs
+    if runs is not None:
+        first, length, stride = runs
+        name = f"{name}[{first}:{first + length} of each {stride}]"
+    elif part.start == 0 and part.stop == torch.Size(tensor.shape).numel():
         return name, tensor.dtype, tensor.shape
     return f"{name}[{part.start}:{part.stop}]", tensor.dtype, [part.stop - part.start]
 
@@ -79,4 +89,4 @@ def _told(holding: Holding) -> list[Any]:
     """This rank's tensors and pieces, in JSON."""
     numbers = {key: i for i, key in enumerate(holding.tensors)}
     names = [[role, name, tensor.dtype, tensor.shape] for (role, name), tensor in holding.tensors.items()]
-    return [names, [[numbers[piece.key], piece.start, piece.stop] for piece in holding.pieces]]
+    return [names, [[numbers[piece.key], piece.start, piece.stop, piece.runs] for piece in holding.pieces]]

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardcore._core import CheckpointReader, choose_checkpoint
+from shardcore.checkpoint.cutting import cuts
 from shardcore.checkpoint.dtypes import dtype_of
 from shardcore.checkpoint.holding import BUFFER, STATE, WEIGHT, Key
 from shardcore.checkpoint.values import decode
+from shardcore.protocols import Runs
 
 _CHUNK_NBYTES = 8 << 20
 """What is read at once where values are converted or go to a device."""
@@ -28,6 +30,26 @@ class Read:
     start: int
     stop: int
     out: torch.Tensor
+    runs: Runs | None = None
+    """The elements are counted in these runs of the tensor."""
+
+
+class Source(Protocol):
+    """A checkpoint of any form that can be read."""
+
+    tensors: dict[Key, dict[str, Any]]
+    """Role, name, dtype and shape of each, as in an index."""
+    training: dict[str, Any]
+    """As in an index."""
+
+    def shape(self, key: Key) -> list[int]:
+        """The unsharded shape of a tensor."""
+
+    def dtype(self, key: Key) -> torch.dtype:
+        """The dtype in which a tensor is kept."""
+
+    def read(self, wanted: Iterable[Read]) -> None:
+        """Read all of these; converted where dtypes differ."""
 
 
 class Stored:
@@ -58,6 +80,13 @@ class Stored:
     def name_among(self, names: Iterable[str]) -> str | None:
         """Under which name it keeps the parameter that has these names in the model."""
         return next((self._name_of[name] for name in names if name in self._name_of), None)
+
+    def learn(self, ties: Iterable[tuple[str, ...]]) -> None:
+        """That these are names of one parameter each, whichever of them it has."""
+        for names in ties:
+            kept = self.name_among(names)
+            if kept is not None:
+                self._name_of.update({name: kept for name in names if name not in self._name_of})
 
     def buffer_among(self, names: Iterable[str]) -> Key | None:
         """Under which key it keeps the buffer that has these names in the model."""
@@ -107,7 +136,7 @@ class Stored:
         at_once = []
         for want in wanted:
             if want.out.device.type == "cpu" and want.out.dtype == self.dtype(want.key) and want.out.is_contiguous():
-                at_once.append((self._number[want.key], want.start, want.stop, want.out.detach()))
+                at_once.append((self._number[want.key], want.start, want.stop, want.out.detach(), want.runs))
             else:
                 self._convert(want)
         self._reader.read(at_once)
@@ -125,8 +154,18 @@ class Stored:
         for start in range(want.start, want.stop, num_at_once):
             stop = min(start + num_at_once, want.stop)
             part = buffer[: stop - start]
-            self._reader.read([(self._number[want.key], start, stop, part)])
+            self._reader.read([(self._number[want.key], start, stop, part, want.runs)])
             want.out[start - want.start : stop - want.start].copy_(part)
+
+
+def reads_of(key: Key, param: torch.Tensor, of: tuple[int, int], out: torch.Tensor) -> list[Read]:
+    """What to read of a parameter's tensor for elements [start, stop) of the part of it that this rank has.
+
+    Args:
+        out: [stop - start] where they are wanted.
+    """
+    parts = cuts(param, *of)
+    return [Read(key, part.start, part.stop, out[part.offset : part.offset + part.numel], part.runs) for part in parts]
 
 
 def open_checkpoint(place: Path, tag: str | None = None) -> tuple[Stored, list[str]]:

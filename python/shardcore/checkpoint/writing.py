@@ -16,6 +16,8 @@ from shardcore.checkpoint.sharing import Share, entry_of, shapes_of
 from shardcore.protocols import ShardedOptimizerMark
 
 FORMAT, VERSION, BLOCK_NBYTES = "shardcore-checkpoint", 1, 4 << 20
+VERSION_WITH_RUNS = 2
+"""Of an index with pieces across the rows of tensors."""
 _CHUNK_NBYTES = 8 << 20
 """What goes through host memory at once where tensors are on a device."""
 
@@ -67,7 +69,7 @@ class Job:
 
     def write(self) -> list[Any]:
         """Write this rank's file. Returns what the index needs: the file, and of each part (role, name, start, stop,
-        offset, checksums).
+        offset, checksums, runs).
         """
         return self._written if self._written is not None else self._write()
 
@@ -101,9 +103,10 @@ class Job:
                 put(number, self._copies.pop(number))
         nbytes, header_nbytes, header_crc32, sums = writer.finish(self.options.read_back)
         file = {"name": self.file, "nbytes": nbytes, "header_nbytes": header_nbytes, "header_crc32": header_crc32}
+        held = [self.holding.pieces[part.piece] for part in parts]
         places = [
-            [*self.holding.pieces[part.piece].key, part.start, part.stop, offset, crc32]
-            for part, (offset, crc32) in zip(parts, sums, strict=True)
+            [*piece.key, part.start, part.stop, offset, crc32, piece.runs]
+            for piece, part, (offset, crc32) in zip(held, parts, sums, strict=True)
         ]
         return [file, places]
 
@@ -133,18 +136,21 @@ def _build_index(plan: Share, written: list[Any], training: dict[str, Any]) -> d
     """The index of the files that all ranks have written."""
     pieces: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in plan.tensors}
     for number, (_, places) in enumerate(written):
-        for role, name, start, stop, offset, crc32 in places:
+        for role, name, start, stop, offset, crc32, runs in places:
             piece = {"file": number, "offset": offset, "start": start, "stop": stop, "crc32": crc32}
+            if runs is not None:
+                piece["runs"] = dict(zip(("first", "length", "stride"), runs, strict=True))
             pieces[role, name].append(piece)
     for found in pieces.values():
-        found.sort(key=_start)
+        found.sort(key=_place)
+    has_runs = any("runs" in piece for found in pieces.values() for piece in found)
     tensors = [
         {"role": role, "name": name, "dtype": tensor.dtype, "shape": tensor.shape, "pieces": pieces[role, name]}
         for (role, name), tensor in sorted(plan.tensors.items())
     ]
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION_WITH_RUNS if has_runs else VERSION,
         "block_nbytes": BLOCK_NBYTES,
         "files": [file for file, _ in written],
         "tensors": tensors,
@@ -152,5 +158,5 @@ def _build_index(plan: Share, written: list[Any], training: dict[str, Any]) -> d
     }
 
 
-def _start(piece: dict[str, Any]) -> int:
-    return int(piece["start"])
+def _place(piece: dict[str, Any]) -> tuple[int, int]:
+    return int(piece["runs"]["first"]) if "runs" in piece else 0, int(piece["start"])

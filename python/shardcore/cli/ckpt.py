@@ -15,6 +15,8 @@ examples:
   shardcore ckpt verify runs/gpt              read every byte of all of them
   shardcore ckpt diff runs/a/step9 runs/b/step9
   shardcore ckpt to-hf runs/gpt exported --dtype bf16
+  shardcore ckpt import-deepspeed old/run runs/gpt
+  shardcore ckpt to-dcp runs/gpt exported
   shardcore ckpt reshard runs/gpt/step100 copies --num-files 4
 """
 
@@ -43,6 +45,22 @@ def add_to(commands: Any) -> None:
     exporting.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of floating tensors; else the model's")
     exporting.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file at most (10^9 bytes)")
     exporting.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of names")
+    importing = _add(kinds, "import-deepspeed", "make a checkpoint of one of DeepSpeed's", _import_deepspeed)
+    importing.add_argument("path", type=Path, help="DeepSpeed's folder of a run, or one checkpoint in it")
+    importing.add_argument("out", type=Path, help="a run's folder, which is made")
+    importing.add_argument("--tag")
+    importing.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of names")
+    importing.add_argument("--num-files", type=int, default=1)
+    for name, text, run in (
+        ("to-dcp", "for torch.distributed.checkpoint", _to_dcp),
+        ("import-dcp", "make a checkpoint of one of torch.distributed.checkpoint's", _import_dcp),
+    ):
+        passing = _add(kinds, name, text, run)
+        passing.add_argument("path", type=Path)
+        passing.add_argument("out", type=Path)
+        passing.add_argument("--tag", help="which checkpoint of a run's folder" if run is _to_dcp else "of the new one")
+        passing.add_argument("--model-key", default="model", help="under which the model's state stands")
+        passing.add_argument("--optimizer-key", default="optim", help="under which the optimizer's state stands")
     copying = _add(kinds, "reshard", "copy into another number of files", _reshard)
     copying.add_argument("path", type=Path)
     copying.add_argument("out", type=Path, help="a run's folder, which is made")
@@ -93,6 +111,31 @@ def _to_hf(options: argparse.Namespace) -> int:
     )
     for file in files:
         print(file)
+    return 0
+
+
+def _import_deepspeed(options: argparse.Namespace) -> int:
+    report = checkpoint.import_deepspeed(
+        options.path,
+        options.out,
+        tag=options.tag,
+        rename=lambda name: name.removeprefix(options.strip),
+        num_files=options.num_files,
+    )
+    print("\n".join([str(report.path), *report.notes]))
+    return 0
+
+
+def _to_dcp(options: argparse.Namespace) -> int:
+    keys = {"model_key": options.model_key, "optimizer_key": options.optimizer_key}
+    print(checkpoint.to_dcp(options.path, options.out, tag=options.tag, **keys))
+    return 0
+
+
+def _import_dcp(options: argparse.Namespace) -> int:
+    keys = {"model_key": options.model_key, "optimizer_key": options.optimizer_key}
+    report = checkpoint.import_dcp(options.path, options.out, tag=options.tag, **keys)
+    print("\n".join([str(report.path), *report.notes]))
     return 0
 
 

@@ -25,6 +25,7 @@ from shardcore.comm.collectives import (
     traffic,
     traffic_by_edge,
 )
+from shardcore.comm.files import write_dcp
 from shardcore.comm.p2p import Channel, Message, Receipt, Tag, axes_over, channels, unpack
 from shardcore.comm.program import STEP, Program
 from shardcore.comm.quantized import packed_nbytes
@@ -90,4 +91,5 @@ __all__ = [
     "traffic_by_edge",
     "unpack",
     "world_group",
+    "write_dcp",
 ]

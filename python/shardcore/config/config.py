@@ -21,6 +21,7 @@ from shardcore.config.sections import (
     NetworkConfig,
     OffloadConfig,
     OptimizerConfig,
+    PipelineConfig,
     SchedulerConfig,
     TensorConfig,
     ZeroConfig,
@@ -71,6 +72,8 @@ class Config:
     """Recomputation."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """The split of layers over ranks."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """The stages."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training loader."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -11,12 +11,13 @@ from shardcore.config.choose import choose_optimizer, choose_scheduler
 from shardcore.config.config import Config
 from shardcore.config.keys import Field
 from shardcore.config.read import Source, read_source
-from shardcore.config.sections import SECTIONS, TensorConfig
+from shardcore.config.sections import SECTIONS, PipelineConfig, TensorConfig
 from shardcore.config.table import TABLE
 from shardcore.config.walk import Findings, walk
 from shardcore.errors import ConfigError
 
 DROP_IN_CLIPPING = 1.0
+_PARTITIONS = ("parameters", "uniform", "best")
 _BATCH_KEYS = tuple(
     path for path, entry in TABLE.items() if isinstance(entry, Field) and entry.target.startswith("batch.")
 )
@@ -69,6 +70,7 @@ def load_config(
     _check_offload(sections, findings)
     _check_network(sections, findings)
     _check_tensor(sections["tensor"], findings)
+    _check_pipeline(sections["pipeline"], findings)
     config = Config(
         **sections,
         drop_in=drop_in,
@@ -205,6 +207,22 @@ def _check_tensor(tensor: TensorConfig, findings: Findings) -> None:
     if len(set(given.values())) > 1:
         told = ", ".join(f"{key} is {num_ranks}" for key, num_ranks in given.items())
         findings.problems.append(f"{told}: these keys all give the number of tensor-parallel ranks; keep one of them")
+
+
+def _check_pipeline(pipeline: PipelineConfig, findings: Findings) -> None:
+    """Two keys say how layers are dealt out; one that is given must be known, and two must say the same."""
+    given = {"partition": pipeline.partition, "partition_method": pipeline.partition_method}
+    for key, method in given.items():
+        if method is not None and method not in _PARTITIONS and not method.startswith("type:"):
+            findings.problems.append(
+                f'pipeline.{key}: expected one of {", ".join(_PARTITIONS)}, or "type:" and a pattern of class names, '
+                f"got {method!r}"
+            )
+    if None not in given.values() and len(set(given.values())) > 1:
+        findings.problems.append(
+            f"pipeline.partition is {pipeline.partition!r}, pipeline.partition_method is "
+            f"{pipeline.partition_method!r}: both say how layers are dealt out; keep one of them"
+        )
 
 
 def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:

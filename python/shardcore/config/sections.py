@@ -234,6 +234,28 @@ class TensorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How the layers are cut into stages; micro-batches are the accumulation steps."""
+
+    num_stages: int = 1
+    """Ranks of the pipeline axis; 1 cuts nothing."""
+    partition: str | None = None
+    """"uniform", "parameters" (or "best"), "type:REGEX"; the file has two keys for it, of which this is the older."""
+    partition_method: str | None = None
+    """The same. None is what the other says, else "parameters"."""
+    schedule: str = "1f1b"
+    """A name of ``shardcore.plan.pipeline_schedule``."""
+    num_chunks: int | None = None
+    """Stages on each rank; None is the schedule's own number."""
+
+    @property
+    def effective_partition(self) -> str:
+        """How layers are dealt out, whichever key says it."""
+        found = self.partition_method or self.partition or "parameters"
+        return "parameters" if found == "best" else found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """The loader that the engine builds from ``training_data``."""
 
@@ -277,6 +299,7 @@ SECTIONS: dict[str, type] = {
     "network": NetworkConfig,
     "activation": ActivationConfig,
     "tensor": TensorConfig,
+    "pipeline": PipelineConfig,
     "data": DataConfig,
     "logging": LoggingConfig,
     "checkpoint": CheckpointConfig,

@@ -41,7 +41,6 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 
 
 # ------------------------------------------------------------------------------------------------ top level
-_PIPELINE = "pipeline stages"
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
 _SEQUENCE = "sequence parallelism"
 _EXPERTS = "expert parallelism"
@@ -235,15 +234,21 @@ _AIO: dict[str, Entry] = {
 }
 
 # ---------------------------------------------------------------------------- parallelism and recomputation
-_PIPE_OFF = "takes effect with " + _PIPELINE
 _PIPE: dict[str, Entry] = {
-    "stages": _later(_PIPELINE, SIZE, 1),
+    "stages": Field("pipeline.num_stages", SIZE),
+    "partition": Field("pipeline.partition", TEXT),
+    "partition_method": Field("pipeline.partition_method", TEXT),
+    "schedule": Field("pipeline.schedule", TEXT),
+    "num_chunks": Field("pipeline.num_chunks", SIZE),
     "activation_checkpoint_interval": Field("activation.interval", COUNT),
+    "seed_layers": Ignored("a model's stages start from the weights that it has, LayerSpecs from seed and place", BOOL),
     **_each(
-        _PIPE_OFF, partition=TEXT, partition_method=TEXT, seed_layers=BOOL, pipe_partitioned=BOOL,
-        grad_partitioned=BOOL, use_reentrant=BOOL,
+        "each tensor-parallel rank hands what it holds to its own successor",
+        pipe_partitioned=BOOL,
+        grad_partitioned=BOOL,
     ),
-}  # fmt: skip
+    "use_reentrant": Ignored("recomputation never re-enters autograd; the result is the same", BOOL),
+}
 _TENSOR_PARALLEL: dict[str, Entry] = {
     "autotp_size": Field("tensor.autotp_size", COUNT),
     "tp_size": Field("tensor.tp_size", COUNT),

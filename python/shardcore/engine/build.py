@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardcore import comm, tensor, zero
-from shardcore.config import Classes, Config, DropInConfigError, LeafConfig, load_config
+from shardcore.config import BatchSizes, Classes, Config, DropInConfigError, LeafConfig, load_config
 from shardcore.engine.engine import Engine
-from shardcore.engine.network import communication, data_world, hybrid_mesh, tensor_mesh
+from shardcore.engine.network import communication, data_world, make_mesh
 from shardcore.engine.recomputation import recompute
+from shardcore.engine.stages import into_stages, on_this_rank
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
@@ -61,13 +62,16 @@ def initialize(
     Args:
         args: an argument namespace; its ``deepspeed_config`` is used if neither ``config`` nor ``config_params`` is
         given.
-        model: changed in place.
+        model: changed in place; over pipeline stages, this rank's stages of it become the engine's ``module``, and the
+            parameters of the others leave it for the meta device.
         optimizer: a torch optimizer, or a function of parameter groups; wins over the config's.
         model_parameters: parameters or groups to train; None means all of the model's.
         training_data: a dataset; the third result is then a loader of this rank's micro-batches.
         lr_scheduler: a torch scheduler, or a function of the optimizer; wins over the config's.
         config: a dict (never modified), the path of a JSON file, or base64 text; see ``docs/config.md``.
-        mesh_param: a :class:`shardcore.Mesh` or a DeviceMesh; None means all ranks in data parallel.
+        mesh_param: a :class:`shardcore.Mesh` or a DeviceMesh; None makes the mesh that the config asks for
+            (``pipeline.stages``, ``tensor_parallel.tp_size``, ``zero_optimization.replicate_size``), whose other ranks
+            are data-parallel.
         drop_in: DeepSpeed's defaults and error classes where they differ from the native ones.
 
     Returns:
@@ -96,21 +100,30 @@ def initialize(
         classes=Classes(optimizers=optimizer_names(), schedules=schedule_names()),
     )
     _agree_on(loaded, mesh)
-    mesh = tensor_mesh(loaded, mesh, failure, is_given=is_given)
-    mesh = hybrid_mesh(loaded, mesh, failure, is_given=is_given)
+    mesh = make_mesh(loaded, mesh, failure, is_given=is_given)
     _announce(loaded, mesh)
+    batch = loaded.resolve_batch(mesh.data_world)
     parameters = None if model_parameters is None else list(model_parameters)
-    if loaded.tensor.num_ranks > 1 and find_tensor_axis(model.parameters()) is None:
-        tensor.parallelize(model, mesh)
+    whole = set(model.parameters())
+    model = _split(loaded, model, mesh, batch)
+    parameters = on_this_rank(model, whole, parameters, optimizer)
     recompute(loaded, model, mesh)
     _shard(loaded, model, mesh, communication(loaded, mesh, failure))
     sharded = _optimizer(loaded, model, optimizer, parameters)
     scheduler = _scheduler(loaded, sharded, lr_scheduler)
-    batch = loaded.resolve_batch(mesh.data_world)
     engine = Engine(model, sharded, scheduler, config=loaded, batch=batch, mesh=mesh, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
+
+
+def _split(config: Config, model: nn.Module, mesh: Mesh, batch: BatchSizes) -> nn.Module:
+    """The model's layers and experts over their axes, and this rank's stages, as far as not split already."""
+    if max(mesh["tp"].size, mesh["ep"].size) > 1 and find_tensor_axis(model.parameters()) is None:
+        tensor.parallelize(model, mesh)
+    if mesh["pp"].size > 1 and find_pipeline(model) is None:
+        return into_stages(config, model, mesh, batch.accumulation_steps)
+    return model
 
 
 def _agree_on(config: Config, mesh: Mesh) -> None:
@@ -169,20 +182,22 @@ def _offload(config: Config) -> Offload | None:
 
 
 def _mark_leaves(config: Config, model: nn.Module) -> None:
-    """Follow ``zero_optimization.leaf_module``."""
+    """Follow ``zero_optimization.leaf_module``; of a pipeline each rank marks what it has."""
     leaves = config.leaves
     modules = dict(model.named_modules())
-    unknown = [name for name in leaves.names if name not in modules]
+    part = find_pipeline(model)
+    everywhere = [sorted(modules)] if part is None else comm.exchange(sorted(modules), part.pipeline_axis, "modules")
+    unknown = sorted(set(leaves.names).difference(*everywhere))
     if unknown:
         raise ConfigError(
             f"zero_optimization.leaf_module.names: {type(model).__name__} has no modules {unknown}; use the names of "
             "model.named_modules()"
         )
     present = {type(module).__name__ for module in modules.values()}
-    is_default = leaves.classes == LeafConfig().classes
-    classes = [name for name in leaves.classes if name in present] if is_default else leaves.classes
+    may_lack = leaves.classes == LeafConfig().classes or part is not None
+    classes = [name for name in leaves.classes if name in present] if may_lack else leaves.classes
     by_suffix = [m for name, m in modules.items() if leaves.name_suffixes and name.endswith(leaves.name_suffixes)]
-    for found in (classes, [modules[name] for name in leaves.names], by_suffix):
+    for found in (classes, [modules[name] for name in leaves.names if name in modules], by_suffix):
         if found:
             zero.set_leaf_modules(model, found)
 

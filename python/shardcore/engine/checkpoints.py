@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardcore import checkpoint, comm
-from shardcore.errors import ConfigError, RankMismatchError
+import torch
+
+from shardcore import checkpoint, comm, zero
+from shardcore.errors import ConfigError, RankMismatchError, StorageError
+from shardcore.protocols import find_pipeline
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,6 +121,47 @@ class Checkpoints:
         )
         return str(found.report.path), dict(found)
 
+    def save_16bit_model(
+        self,
+        save_dir: PathLike,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's weights and buffers, in the dtype of the parameters, into one file by ``torch.save``.
+        Every rank calls it; the first writes, and a file that was there stays whole if that fails.
+        ``shardcore.checkpoint.to_hf`` makes safetensors files of any checkpoint instead, in little memory.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: the module is one rank's stages of a pipeline, or the file name says that it is no pickle.
+            StorageError: on every rank, if the disk is full or refuses.
+        """
+        if find_pipeline(self.module) is not None:
+            raise ConfigError(
+                "save_16bit_model: no rank of a pipeline holds the whole model; call save_checkpoint, and then "
+                "shardcore.checkpoint.to_hf(folder, out, dtype='bf16') on one rank"
+            )
+        if save_filename.endswith(".safetensors"):
+            raise ConfigError(
+                f"save_16bit_model(save_filename={save_filename!r}) writes by torch.save; call save_checkpoint and "
+                "shardcore.checkpoint.to_hf for safetensors files, or name it pytorch_model.bin"
+            )
+        state = zero.state_dict(self.module, rank0_only=True)
+        problem = None
+        if self.mesh.everyone.rank == 0:
+            problem = _write(Path(save_dir), save_filename, _weights_of(self.module, state, exclude_frozen_parameters))
+        told = comm.exchange(problem, self.mesh.everyone, "save_16bit_model")
+        if told[0] is not None:
+            number, text = told[0]
+            raise StorageError(
+                number, f"save_16bit_model: rank 0 could not write {Path(save_dir, save_filename)}: {text}"
+            )
+        return True
+
+    save_fp16_model = save_16bit_model
+
     def _agreed_tag(self, tag: str) -> str:
         """The first rank's, unless the configuration wants all to be equal. Collective."""
         told = comm.exchange(tag, self.mesh.everyone, "tag of a checkpoint")
@@ -128,15 +174,44 @@ class Checkpoints:
         return str(told[0])
 
     def _any_rank_sees_one(self, folder: Path) -> bool:
-        """Whether there is a complete checkpoint, or this is one; ranks that disagree learn so when they load."""
+        """Whether there is a complete checkpoint, or this is one, or DeepSpeed's, of which loading says what to do;
+        ranks that disagree learn so when they load.
+        """
         seen = any(number is not None for *_, number, _ in checkpoint.list_checkpoints(folder))
-        seen = seen or (folder / "complete").exists()
+        seen = seen or (folder / "complete").exists() or checkpoint.looks_like_deepspeed(folder)
         return any(comm.exchange(seen, self.mesh.everyone, "whether there is a checkpoint"))
 
     def _position_in_data(self) -> Any:
         """The sampler of the engine's loader, if it knows its position."""
         sampler = getattr(self.training_dataloader, "sampler", None)
         return sampler if hasattr(sampler, "load_state_dict") else None
+
+
+def _weights_of(module: nn.Module, state: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """The state without what is to be left out; tied weights are one tensor under all their names, as torch saves
+    them.
+    """
+    weights, first_names = dict(state), dict[int, str]()
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if exclude_frozen and not param.requires_grad:
+            weights.pop(name, None)
+        elif name in weights:
+            weights[name] = weights[first_names.setdefault(id(param), name)]
+    return weights
+
+
+def _write(folder: Path, name: str, weights: dict[str, torch.Tensor]) -> tuple[int, str] | None:
+    """Write aside and rename; returns what went wrong."""
+    aside = folder / f".{name}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(weights, aside)
+        aside.rename(folder / name)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second when a disk is full
+        with suppress(OSError):
+            aside.unlink()
+        return getattr(error, "errno", None) or errno.EIO, str(error)
+    return None
 
 
 class _Counters:

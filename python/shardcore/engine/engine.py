@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardcore import data, zero
 from shardcore.config import BatchSizes, Config
+from shardcore.engine.calls import call
 from shardcore.engine.checkpoints import Checkpoints
 from shardcore.engine.pipelined import PipelineCalls
 from shardcore.engine.queries import Queries
@@ -71,11 +72,13 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
         self._prepare_backward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; of a pipeline, forward and backward of a whole step, which returns its mean loss."""
+        """The module's forward; of a pipeline, forward and backward of a whole step, which returns its mean loss. One
+        dict whose keys are arguments of the module is spread over them, and gives the output's ``loss``, if any.
+        """
         if self.is_pipeline:
-            return self._call_pipeline(*args, **kwargs)
+            return self._call_pipeline(args, kwargs)
         with self._times.phase("forward"):
-            return self.module(*args, **kwargs)
+            return call(self.module, args, kwargs)
 
     def backward(
         self,

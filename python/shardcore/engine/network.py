@@ -1,4 +1,4 @@
-"""From the configuration's keys to the grid of shards and copies, and to what travels over it."""
+"""From the configuration's keys to the grid of ranks, and to what travels over it."""
 
 from __future__ import annotations
 
@@ -8,73 +8,90 @@ from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_KINDS = {"pp": ("pipeline.stages", "pipeline"), "tp": ("tensor_parallel.tp_size", "tensor-parallel")}
 
 
-def tensor_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
-    """The mesh with the tensor axis that the configuration asks for. Collective over all ranks.
+def make_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
+    """The grid of stages, tensor-parallel ranks, copies and shards that the configuration asks for. Collective over all
+    ranks.
 
     Args:
         mesh: over all ranks; it is replaced unless the caller has given it.
 
     Raises:
-        ConfigError: a size that does not divide the ranks, or another one than the given mesh's.
+        ConfigError: sizes that do not divide the ranks, or others than the given mesh's.
     """
-    num_ranks = config.tensor.num_ranks
-    if num_ranks == 1:
+    sizes = _sizes(config)
+    for name, num_ranks in sizes.items():
+        key, kind = _KINDS[name]
+        if is_given and num_ranks > 1 and mesh[name].size != num_ranks:
+            raise failure(
+                f"{key}: {num_ranks}, but the mesh that was given has {mesh[name].size} {kind} ranks; make it by "
+                f"Mesh({name}={num_ranks}, ...), or take the key out"
+            )
+        if not is_given and mesh.world % num_ranks:
+            raise failure(
+                f"{key}: {num_ranks} does not divide the {mesh.world} ranks of the job; choose one of "
+                f"{_divisors(mesh.world)}"
+            )
+    product = sizes["pp"] * sizes["tp"]
+    if not is_given and mesh.world % product:
+        raise failure(
+            f"pipeline.stages x tensor_parallel.tp_size = {sizes['pp']} x {sizes['tp']} = {product} does not divide "
+            f"the {mesh.world} ranks of the job; start a multiple of {product} ranks, or lower one of them"
+        )
+    copies = _num_copies(config, mesh["dp"].size if is_given else mesh.world // product, failure)
+    asks_for_copies = config.network.mics_shard_size > 0 or copies > 1
+    if not asks_for_copies and (is_given or product == 1):
         return mesh
-    if is_given and mesh["tp"].size != num_ranks:
+    if not is_given:
+        inside = config.network.replicate_inside
+        return Mesh(**sizes, replicate=copies, replicate_inside=inside, device=mesh.device)
+    if mesh["replicate"].size != copies:
+        name, count = _copies_key(config)
         raise failure(
-            f"tensor_parallel.tp_size: {num_ranks}, but the mesh that was given has {mesh['tp'].size} tensor-parallel "
-            f"ranks; make it by Mesh(tp={num_ranks}, ...), or take the key out"
+            f"zero_optimization.{name}: {count} makes {copies} copies of the model on {mesh['dp'].size} data-parallel "
+            f"ranks, but the mesh that was given has {mesh['replicate'].size}; make it by Mesh(replicate={copies}, "
+            "...), or take the key out"
         )
-    if mesh.world % num_ranks:
-        divisors = [n for n in range(1, mesh.world + 1) if mesh.world % n == 0]
-        raise failure(
-            f"tensor_parallel.tp_size: {num_ranks} does not divide the {mesh.world} ranks of the job; choose one of "
-            f"{divisors}"
-        )
-    return mesh if is_given else Mesh(tp=num_ranks, device=mesh.device)
+    return mesh
 
 
 def data_world(config: Config, mesh: Mesh, *, is_given: bool) -> int | None:
-    """The number of data-parallel ranks on the mesh that :func:`tensor_mesh` will make; None where it will refuse."""
-    num_ranks = config.tensor.num_ranks
+    """The number of data-parallel ranks on the mesh that :func:`make_mesh` will make; None where it will refuse."""
+    sizes = _sizes(config)
     if is_given:
-        return mesh.data_world if num_ranks in (1, mesh["tp"].size) else None
-    return None if mesh.world % num_ranks else mesh.data_world // num_ranks
+        fits = all(num_ranks in (1, mesh[name].size) for name, num_ranks in sizes.items())
+        return mesh.data_world if fits else None
+    product = sizes["pp"] * sizes["tp"]
+    return None if mesh.world % product else mesh.world // product
 
 
-def hybrid_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
-    """The mesh with the shards and copies that the configuration asks for. Collective over all ranks.
+def _sizes(config: Config) -> dict[str, int]:
+    return {"pp": config.pipeline.num_stages, "tp": config.tensor.num_ranks}
 
-    Args:
-        mesh: over all ranks; it is replaced unless the caller has given it.
 
-    Raises:
-        ConfigError: sizes that do not divide the data-parallel ranks, or another grid than the given mesh's.
-    """
-    network, num_ranks = config.network, mesh["dp"].size
-    by_shards = network.mics_shard_size > 0
-    if not by_shards and network.replicate_size == 1:
-        return mesh
-    name = "mics_shard_size" if by_shards else "replicate_size"
-    count = network.mics_shard_size if by_shards else network.replicate_size
+def _copies_key(config: Config) -> tuple[str, int]:
+    """The key that says how many copies there are, and its number."""
+    network = config.network
+    if network.mics_shard_size > 0:
+        return "mics_shard_size", network.mics_shard_size
+    return "replicate_size", network.replicate_size
+
+
+def _num_copies(config: Config, num_ranks: int, failure: type[ConfigError]) -> int:
+    """Copies of the sharded model on so many data-parallel ranks."""
+    name, count = _copies_key(config)
     if num_ranks % count:
-        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise failure(
             f"zero_optimization.{name}: {count} does not divide the {num_ranks} data-parallel ranks; choose one of "
-            f"{divisors}"
+            f"{_divisors(num_ranks)}"
         )
-    copies = num_ranks // count if by_shards else count
-    if not is_given:
-        return Mesh(replicate=copies, replicate_inside=network.replicate_inside, tp=mesh["tp"].size, device=mesh.device)
-    if mesh["replicate"].size != copies:
-        raise failure(
-            f"zero_optimization.{name}: {count} makes {copies} copies of the model on {num_ranks} data-parallel ranks, "
-            f"but the mesh that was given has {mesh['replicate'].size}; make it by Mesh(replicate={copies}, ...), or "
-            "take the key out"
-        )
-    return mesh
+    return num_ranks // count if name == "mics_shard_size" else count
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def communication(config: Config, mesh: Mesh, failure: type[ConfigError]) -> zero.Communication:
@@ -85,10 +102,9 @@ def communication(config: Config, mesh: Mesh, failure: type[ConfigError]) -> zer
     """
     network, num_shards = config.network, mesh["shard"].size
     if num_shards % network.hpz_partition_size:
-        divisors = [n for n in range(1, num_shards + 1) if num_shards % n == 0]
         raise failure(
             f"{_HPZ}: {network.hpz_partition_size} does not divide the {num_shards} ranks over which the model is "
-            f"sharded; choose one of {divisors}, best the ranks of a node"
+            f"sharded; choose one of {_divisors(num_shards)}, best the ranks of a node"
         )
     return zero.Communication(
         gather="int8" if network.quantized_weights else None,

@@ -5,7 +5,7 @@ The pipeline is a collaborator: it runs forward and backward of all micro-batche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,15 +108,35 @@ class PipelineCalls:
         self._root.window.num_backwards_in_micro_batch = 1  # what step() counts; also where no hook has fired
         return loss
 
-    def _call_pipeline(self, batch: Any) -> torch.Tensor:
-        """``engine(batch)``: a step's whole batch, cut into micro-batches."""
+    def _call_pipeline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """``engine(batch)``, ``engine(inputs, labels)`` or ``engine(**batch)``: a step's whole batch, cut into
+        micro-batches.
+        """
         pipe = self._pipeline("forward")
+        if len(args) + bool(kwargs) > 2 or (args and kwargs):
+            raise ConfigError(
+                "an engine over pipeline stages is called as engine(batch), engine(inputs, labels) or engine(**batch)"
+            )
+        batch: Any = kwargs or (args[0] if len(args) == 1 else args or None)
         count = self._batch.accumulation_steps
+        if self.training:
+            self._check_rows(batch)
         data = None if batch is None else iter(_cut(batch, count))
         if self.training:
             return self._train_micro_batches(data)
         loss: torch.Tensor = pipe.eval_batch(data, count)
         return loss
+
+    def _check_rows(self, batch: Any) -> None:
+        """A loader's micro-batch, say, is not a step's whole batch."""
+        micro, count = self._batch.micro_batch_size, self._batch.accumulation_steps
+        num_rows = next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), None)
+        if num_rows not in (None, micro * count):
+            raise ConfigError(
+                f"engine(batch) over pipeline stages takes a step's whole batch on this rank: micro batch {micro} x "
+                f"{count} accumulation steps = {micro * count} samples, got {num_rows}. Give it as many, or let "
+                "engine.train_batch(data_iter) draw micro-batches"
+            )
 
     def _own_data(self) -> Iterator[Any] | None:
         if self._data is None and self.training_dataloader is not None:
@@ -134,6 +154,15 @@ def _repeat(loader: Iterable[Any]) -> Iterator[Any]:
             return
 
 
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a nested tuple, list or dict."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)
+
+
 def _cut(batch: Any, count: int) -> list[Any]:
     """``count`` micro-batches of a nested tuple, list or dict of tensors, along their first dim.
 
@@ -144,7 +173,7 @@ def _cut(batch: Any, count: int) -> list[Any]:
         if batch.dim() == 0 or batch.shape[0] % count:
             raise ConfigError(f"a batch of shape {tuple(batch.shape)} cannot be cut into {count} equal micro-batches")
         return list(batch.chunk(count))
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         cut = {key: _cut(item, count) for key, item in batch.items()}
         return [{key: items[i] for key, items in cut.items()} for i in range(count)]
     if isinstance(batch, (tuple, list)):

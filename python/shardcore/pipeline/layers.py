@@ -14,7 +14,6 @@ from shardcore.errors import ConfigError
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
 from shardcore.pipeline.transformers_model import ModelPart, has_plan, parts_of
-from shardcore.protocols import splits_sequence
 
 Partition = str | Sequence[int]
 
@@ -42,6 +41,8 @@ class BuiltLayer:
     name: str
     module: Any
     apply: Callable[[Any], Any]
+    class_name: str
+    """As :attr:`Layer.class_name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,8 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     model with a pipeline plan.
 
     Raises:
-        ConfigError: anything else, an entry that cannot be called, or a model whose activations are split along the
-            sequence.
+        ConfigError: anything else, or an entry that cannot be called.
     """
-    if splits_sequence(model):
-        raise ConfigError(
-            f"Pipeline: the activations of {type(model).__name__} are split along the sequence from its first block to "
-            "its last, which no stage has all of; call shardcore.tensor.parallelize without sequence"
-        )
     if isinstance(model, nn.Sequential):
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):
@@ -75,8 +70,8 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     else:
         raise ConfigError(
             f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model "
-            "whose configuration has a base_model_pp_plan, or a list of modules, functions and LayerSpecs of which "
-            "each takes what the one before returns"
+            "whose configuration has a base_model_pp_plan (or GPT-2), or a list of modules, functions and LayerSpecs "
+            "of which each takes what the one before returns"
         )
     layers = [Layer(name, source) for name, source in named]
     for layer in layers:
@@ -155,10 +150,10 @@ class Builder:
             module: Any = self._tied[source.key]
             if source.forward_fn is not None:
                 forward = source.forward_fn
-                return BuiltLayer(layer.name, module, lambda value: forward(module, value))
+                return BuiltLayer(layer.name, module, lambda value: forward(module, value), layer.class_name)
         else:
             module = self._make(source, layer.name) if isinstance(source, LayerSpec) else source
-        return BuiltLayer(layer.name, module, lambda value: call(module, value))
+        return BuiltLayer(layer.name, module, lambda value: call(module, value), layer.class_name)
 
     def _make(self, spec: LayerSpec, name: str) -> Any:
         with torch.random.fork_rng(devices=[]):

@@ -91,6 +91,7 @@ class Pipeline(nn.Module):
         boundaries = boundaries_of(layers, partition, first.num_stages // first.num_chains)
         self._placement = Placement(mesh, first, layers, boundaries, find_ties(layers))
         self._placement.check_agreement()
+        self._check_classes(self._recompute.classes)
         self._stages = self._build(Builder(layers, seed))
         self.to(mesh.device)
         self._placement.check_every_rank_trains(list(self.parameters()))
@@ -120,6 +121,10 @@ class Pipeline(nn.Module):
         """The axis over which the stages lie."""
         return self._mesh["pp"]
 
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank that other stages hold, too, by names that are the same on all ranks."""
+        return {weight.name: weight.param for weight in self._shared}
+
     def counts_in_norm(self, param: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global gradient norm: one rank does for each parameter."""
         return all(weight.axis.rank == 0 for weight in self._shared if weight.param is param)
@@ -132,7 +137,11 @@ class Pipeline(nn.Module):
         Args:
             interval: layers of a stage in a group; None keeps what the pipeline was made with, or is each by itself.
             classes: only groups whose layers are all of these; None keeps what the pipeline was made with.
+
+        Raises:
+            ConfigError: no layer of the pipeline, on any rank, is of one of these classes.
         """
+        self._check_classes(classes)
         self._recompute = replace(
             self._recompute,
             function=function,
@@ -333,6 +342,14 @@ class Pipeline(nn.Module):
             stage: [p for _, b in layers if isinstance(b.module, nn.Module) for p in b.module.parameters()]
             for stage, layers in self._stages.items()
         }
+
+    def _check_classes(self, classes: Sequence[str] | None) -> None:
+        unknown = sorted(set(classes or ()) - set(self._placement.classes))
+        if unknown:
+            raise ConfigError(
+                f"recomputation of layers of class {', '.join(unknown)}: the pipeline has none; its layers are of "
+                f"{', '.join(self._placement.classes)}"
+            )
 
     def _build(self, builder: Builder) -> dict[int, list[tuple[int, BuiltLayer]]]:
         """The layers of this rank's stages, registered under their names."""

@@ -32,6 +32,8 @@ class Placement:
         self.boundaries = list(boundaries)
         self.per_chain = schedule.num_stages // schedule.num_chains
         self.stages = list(schedule.stages(self.position))
+        self.classes = sorted({layer.class_name for layer in layers})
+        """Names of the classes of all layers, on every rank."""
         self._labels = [f"{layer.name} {layer.class_name}" for layer in layers]
         self._ties = ties
 

@@ -31,7 +31,7 @@ class Recompute:
         """Whether this group of layers is recomputed."""
         if not self.interval or not torch.is_grad_enabled():
             return False
-        return self.classes is None or all(type(layer.module).__name__ in self.classes for layer in layers)
+        return self.classes is None or all(layer.class_name in self.classes for layer in layers)
 
 
 def run_layers(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore import _torch_private as private
 from shardcore.pipeline.split_rules import Rule, rule_of
 
 Closure = Callable[[], list[tuple[nn.Parameter, torch.Tensor]]]
@@ -47,7 +48,7 @@ class WeightGradients:
         for module in inner:
             params = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in done]
             done.update(params)
-            rule = rule_of(module) if params else None
+            rule = rule_of(module) if params and not _has_hooks(module) else None
             numel = sum(param.numel() for param in params)
             if rule is None:
                 self.num_whole += numel
@@ -67,8 +68,15 @@ class WeightGradients:
     def _forward(self, module: nn.Module, rule: Rule, original: Callable[..., Any], x: torch.Tensor) -> Any:
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not rule.takes(module, x):
             return original(x)
+        if _has_hooks(module):
+            return original(x)
         anchor = None if x.requires_grad else self._anchor
         return _Split.apply(rule.prepare(module, x), anchor, module, rule, self)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether autograd is to show the gradient of a parameter to somebody, who may change it."""
+    return any(private.has_gradient_hook(param) for param in module.parameters(recurse=False))
 
 
 class _Split(torch.autograd.Function):

@@ -53,41 +53,32 @@ def gather_sequence_for(block: nn.Module, axis: Axis, unit: str) -> None:
     block.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def split_sequence_between(model: nn.Module, blocks: list[tuple[str, nn.Module]], axis: Axis) -> None:
-    """From the first block's input to the last one's output, each rank has a part of the sequence."""
-    stream = RankStream(axis.rank)
-    rates = [(block, drop_rates(block)) for _, block in blocks]
+def split_sequence_between(blocks: list[tuple[str, nn.Module]], axis: Axis) -> None:
+    """From the first block's input to the last one's output, each rank has a part of the sequence; inside each block
+    it draws from a stream of its own. Blocks may run in different stages of a pipeline.
+    """
     (first_name, first), (last_name, last) = blocks[0], blocks[-1]
 
     @private.not_traced
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def split(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         x = _first_tensor(args, kwargs)
         if x.dim() != 3:
             raise ConfigError(
                 f"sequence parallelism: the input of {first_name} has shape {tuple(x.shape)}, expected [batch, "
                 "sequence, features]"
             )
-        changed = _replace_first(args, kwargs, lambda x: split_to_ranks(x, axis, SEQUENCE_DIM, first_name))
-        if any(is_random(block, each) for block, each in rates):
-            stream.enter(x.device)
-        return changed
+        return _replace_first(args, kwargs, lambda x: split_to_ranks(x, axis, SEQUENCE_DIM, first_name))
 
     @private.not_traced
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        stream.leave()
-        if output is None:
-            return None  # the block has failed
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (gather_from_ranks(output[0], axis, SEQUENCE_DIM, last_name), *output[1:])
         return gather_from_ranks(output, axis, SEQUENCE_DIM, last_name)
 
-    @private.not_traced
-    def end(*_: Any) -> None:
-        stream.leave()  # where a block between has failed
-
-    first.register_forward_pre_hook(enter, with_kwargs=True)
-    last.register_forward_hook(leave, always_call=True)
-    model.register_forward_hook(end, always_call=True)
+    first.register_forward_pre_hook(split, with_kwargs=True)
+    for _, block in blocks:
+        use_own_randomness(block, block, None, axis)
+    last.register_forward_hook(gather)
 
 
 def _first_tensor(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -213,7 +213,7 @@ def _split_over_tensor_axis(made: TensorPlan, axis: Axis, in_sequence: tuple[str
     if made.sequence:
         mark_sequence_split(made.model)
         _sum_sequence_gradients(made, axis)
-        split_sequence_between(made.model, made.sequence, axis)
+        split_sequence_between(made.sequence, axis)
 
 
 def _sum_sequence_gradients(made: TensorPlan, axis: Axis) -> None:

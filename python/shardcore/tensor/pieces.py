@@ -17,6 +17,7 @@ import torch
 from shardcore import comm
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis
+from shardcore.protocols import Runs
 
 Range = tuple[int, int]
 
@@ -30,6 +31,17 @@ def even_ranges(length: int, num_ranks: int, start: int = 0) -> list[Range]:
         ranges.append((start, stop))
         start = stop
     return ranges
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in the same order, in as few ranges as possible."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +120,24 @@ class Pieces:
     def counted_flat_ranges(self) -> list[Range]:
         """As :meth:`counted_ranges`, as ranges of the flattened part."""
         return self._counted_flat_ranges
+
+    def flat_parts(self) -> list[tuple[int, int, int, Runs | None]]:
+        """Where this rank's flattened part stands in the flattened whole: (start, stop, begin, runs) of each range of
+        it, whose elements are those from ``begin`` on, of the whole or of these runs of it.
+        """
+        ranges, inner = _joined(self.ranges[self.axis.rank]), prod(self.full_shape[self.dim + 1 :])
+        outer, extent = prod(self.full_shape[: self.dim]), (*self.full_shape, 1)[self.dim] * inner
+        if outer > 1 and all(len(_joined(each)) <= 1 for each in self.ranges):
+            length = sum(stop - start for start, stop in ranges) * inner
+            runs = (ranges[0][0] * inner, length, extent) if 0 < length < extent else None
+            return [(0, outer * length, 0, runs)]
+        parts, offset = list[tuple[int, int, int, Runs | None]](), 0
+        for row in range(outer):
+            for start, stop in ranges:
+                end = offset + (stop - start) * inner
+                parts.append((offset, end, row * extent + start * inner, None))
+                offset = end
+        return parts
 
     def shared_ranges(self) -> list[Range]:
         """The ranges of this rank's part along ``dim`` that other ranks hold, too."""

@@ -88,8 +88,8 @@ class Route:
             rows = _Permute.apply(rows, self.by_arrival, self.by_local_expert)
             rows = _Swap.apply(rows, back, self.axis, f"outputs of {self.unit}")
         each: torch.Tensor = _Permute.apply(rows, self.by_choice, self.by_expert)
-        each = each.view(-1, self.num_chosen, rows.shape[-1])
-        return (each * weights.unsqueeze(-1)).to(rows.dtype).sum(1)
+        each = each.unflatten(0, weights.shape) * weights.unsqueeze(-1)
+        return each.to(rows.dtype).sum(1)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -106,14 +106,14 @@ class _Copy(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, num_chosen: int
     ) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        ctx.num_chosen = num_chosen
+        ctx.shape = tokens.shape[0], num_chosen
         return tokens[order // num_chosen]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse].view(-1, ctx.num_chosen, grad.shape[-1]).sum(1), None, None, None
+        return grad[inverse].unflatten(0, ctx.shape).sum(1), None, None, None
 
 
 class _Permute(torch.autograd.Function):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcore import comm
 from shardcore.errors import ConfigError
-from shardcore.protocols import find_context_axis, find_expert_axis, find_tensor_axis
+from shardcore.protocols import find_context_axis, find_expert_axis, find_experts, find_pipeline, find_tensor_axis
+from shardcore.zero.construction import find_piece
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,6 +48,7 @@ def check_arguments(
     """
     _check_context_axis(module, mesh)
     _check_tensor_axis(module, mesh)
+    _check_stages(module, mesh)
     _check_expert_axis(module, mesh)
     settings = {
         "stage": policy.stage,
@@ -86,6 +88,22 @@ def _check_expert_axis(module: nn.Module, mesh: Mesh) -> None:
         raise ConfigError(
             f"the experts of {type(module).__name__} lie over the ranks {list(axis.ranks)}, but the mesh given to "
             f"shardcore.shard has ep over {list(expected.ranks)}: give both the same mesh"
+        )
+    for name, param in module.named_parameters():
+        if find_experts(param) is not None and (param.is_meta or find_piece(param) is not None):
+            raise ConfigError(
+                f"parameter {name!r} of experts was built on the meta device or inside sharded_init, whose parameters "
+                "are the same on all data-parallel ranks, and these are not: build the experts outside of it"
+            )
+
+
+def _check_stages(module: nn.Module, mesh: Mesh) -> None:
+    """The model must be cut into the stages that the mesh has ranks for."""
+    if mesh["pp"].size > 1 and find_pipeline(module) is None:
+        raise ConfigError(
+            f"the mesh has pp={mesh['pp'].size}, but {type(module).__name__} is not one rank's stages: those ranks "
+            "would repeat each other's work. Give shardcore.shard a shardcore.pipeline.Pipeline(model, mesh, ...), or "
+            "make the mesh without pp"
         )
 
 

@@ -28,7 +28,7 @@ fn load(folder: &Path) -> Option<CheckpointError> {
     }
     for (tensor, entry) in checkpoint.index().tensors.iter().enumerate() {
         let mut out = vec![0; usize::try_from(entry.numel() * entry.itemsize()).unwrap()];
-        let want = Want { tensor, start: 0, stop: entry.numel(), out: &mut out };
+        let want = Want { tensor, runs: None, start: 0, stop: entry.numel(), out: &mut out };
         if let Err(error) = checkpoint.read(vec![want]) {
             return Some(error);
         }

@@ -99,7 +99,7 @@ fn tags_that_are_no_names_of_folders_are_refused() {
 #[test]
 fn an_index_that_does_not_cover_its_tensors_is_refused() {
     let file = FileEntry { name: "f".to_owned(), nbytes: 12, header_nbytes: 8, header_crc32: String::new() };
-    let piece = |start, stop, offset| PieceEntry { file: 0, offset, start, stop, crc32: "0".repeat(8) };
+    let piece = |start, stop, offset| PieceEntry { file: 0, offset, start, stop, crc32: "0".repeat(8), runs: None };
     let index = |pieces: Vec<PieceEntry>| {
         let (role, name, dtype) = ("weight".to_owned(), "a".to_owned(), "U8".to_owned());
         let tensors = vec![TensorEntry { role, name, dtype, shape: vec![4], pieces }];

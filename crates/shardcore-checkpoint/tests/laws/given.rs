@@ -96,7 +96,7 @@ pub(crate) fn save(run: &Path, tag: &str, tensors: &[Tensor], num_files: usize) 
         let name = format!("rank-{number:05}.safetensors");
         let written = write_file(&aside.join(&name), tensors, places)?;
         for (&(tensor, (start, stop)), (offset, sums)) in places.iter().zip(&written.entries) {
-            let piece = PieceEntry { file: number, offset: *offset, start, stop, crc32: to_text(sums) };
+            let piece = PieceEntry { file: number, offset: *offset, start, stop, crc32: to_text(sums), runs: None };
             index.tensors[tensor].pieces.push(piece);
         }
         index.files.push(file_entry(name, &written));

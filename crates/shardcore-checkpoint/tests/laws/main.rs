@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
+mod across_rows;
 mod damage;
 mod folders;
 mod given;

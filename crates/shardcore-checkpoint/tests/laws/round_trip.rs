@@ -26,7 +26,7 @@ proptest! {
         let mut outs: Vec<Vec<u8>> =
             ranges.iter().enumerate().map(|(i, &(start, stop))| vec![0xEE; nbytes(i, stop - start)]).collect();
         let wants = outs.iter_mut().enumerate().map(|(i, out)| Want {
-            tensor: checkpoint.find("weight", &tensors[i].name).unwrap(), start: ranges[i].0, stop: ranges[i].1, out,
+            tensor: checkpoint.find("weight", &tensors[i].name).unwrap(), runs: None, start: ranges[i].0, stop: ranges[i].1, out,
         });
         checkpoint.read(wants.collect()).unwrap();
         for (i, out) in outs.iter().enumerate() {
@@ -64,7 +64,7 @@ fn a_piece_of_several_blocks_is_read_in_the_middle() {
     let start = 3_u64 << 20;
     Checkpoint::open(&path)
         .unwrap()
-        .read(vec![Want { tensor: 0, start, stop: start + out.len() as u64, out: &mut out }])
+        .read(vec![Want { tensor: 0, runs: None, start, stop: start + out.len() as u64, out: &mut out }])
         .unwrap();
     assert!(out == bytes[3 << 20..8 << 20]);
 }

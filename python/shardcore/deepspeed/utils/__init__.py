@@ -15,6 +15,7 @@ from torch import nn
 
 from shardcore import optim, zero
 from shardcore.comm import torch_call
+from shardcore.deepspeed.utils import zero_to_fp32
 
 __all__ = [
     "RepeatingLoader",
@@ -36,6 +37,7 @@ __all__ = [
     "safe_update_full_grad_vectorized",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
+    "zero_to_fp32",
 ]
 
 logger = logging.getLogger("shardcore")
