@@ -6,8 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shardcore import plan
 from shardcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 PathLike = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -66,6 +71,19 @@ class Offload:
         if isinstance(self.path, str | os.PathLike):
             return [Path(self.path)]
         return [Path(path) for path in self.path]
+
+    def homes(self, device: torch.device) -> plan.Homes:
+        """What decides how much host memory is taken beside this device."""
+        return plan.Homes(
+            params=self.params,
+            grads=self.grads,
+            states=self.states,
+            ratio=self.ratio,
+            tile_numel=self.tile_numel,
+            num_tiles=self.num_tiles,
+            host_param_nbytes=self.host_param_nbytes,
+            device_is_host=device.type == "cpu",
+        )
 
     @property
     def is_active(self) -> bool:

@@ -56,11 +56,12 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
     Raises:
         StorageError: the machine has less; the message has the sum, state by state. Or the disk has.
     """
-    on_host = [offload.states is not None and is_there for is_there in _share(shards, offload.ratio)]
+    homes = offload.homes(device)
+    on_host = homes.on_host([shard.numel if shard.trainable else None for shard in shards])
     wanted = [
-        (group, name, dtype)
+        (group, name, {"own": shard.param, "master": shard.master, "grad": shard.grad}[name])
         for group, (shard, is_there) in enumerate(zip(shards, on_host, strict=True))
-        for name, dtype in _wanted(offload, shard, device, on_host=is_there)
+        for name in homes.resting(on_host=is_there, masters_differ=shard.master != shard.param)
     ]
     listed = [(_WHAT[name], shards[group].numel, dtype) for group, name, dtype in wanted]
     pool = take_pool(listed, axis, pin=offload.pin)
@@ -82,27 +83,3 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
 
 
 _WHAT = {"own": "parameters", "master": "master weights", "grad": "gradients"}
-
-
-def _share(shards: Sequence[ShardSpec], ratio: float) -> list[bool]:
-    """Which shards the CPU updates: of all that were considered so far, always as near to ``ratio`` as they come."""
-    total, there, found = 0, 0, []
-    for shard in shards:
-        total += shard.numel if shard.trainable else 0
-        found.append(shard.trainable and there + shard.numel / 2 <= ratio * total)
-        there += shard.numel if found[-1] else 0
-    return found
-
-
-def _wanted(
-    offload: Offload, shard: ShardSpec, device: torch.device, *, on_host: bool
-) -> list[tuple[str, torch.dtype]]:
-    names = []
-    if offload.params == "cpu":
-        names.append(("own", shard.param))
-    if on_host:
-        if offload.states == "cpu" and not (offload.params == "cpu" and shard.master == shard.param):
-            names.append(("master", shard.master))
-        if offload.grads == "cpu" or device.type != "cpu":
-            names.append(("grad", shard.grad))
-    return names
