@@ -52,7 +52,7 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("comms_logger.enabled", True),
         ("flops_profiler.enabled", True),
         ("autotuning.enabled", True),
-        ("checkpoint.load_universal", True),
+        ("checkpoint.use_node_local_storage", True),
         ("gradient_allreduce_op", "sum"),
         ("data_types.buffer_dtype", "bf16"),
         ("fp16.fp16_master_weights_and_grads", True),

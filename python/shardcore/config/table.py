@@ -304,7 +304,11 @@ def _monitor(**kinds: Kind) -> dict[str, Entry]:
 
 _CHECKPOINT: dict[str, Entry] = {
     "tag_validation": Field("checkpoint.tag_validation", choice("Ignore", "Warn", "Fail")),
-    "load_universal": _later("import of DeepSpeed's universal checkpoints"),
+    "load_universal": Ignored(
+        "every checkpoint loads on any number of ranks; DeepSpeed's are imported first, by shardcore ckpt "
+        "import-deepspeed",
+        BOOL,
+    ),
     "use_node_local_storage": _later("checkpoints on node-local disks"),
     "checkpoint_serialization": Ignored(_CHECKPOINTS, BOOL),
     "parallel_write.pipeline_stage": Ignored(_CHECKPOINTS, BOOL),
