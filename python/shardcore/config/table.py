@@ -219,9 +219,7 @@ _OFFLOAD_OPTIMIZER: dict[str, Entry] = {
     "nvme_path": Field("offload.optimizer_path", TEXT),
     "buffer_count": Field("offload.buffer_count", SIZE),
     "pin_memory": Field("offload.optimizer_pin", BOOL),
-    "ratio": Unsupported(
-        "updating a part of each shard on the device: not available yet", number(low=0, high=1), (1.0,)
-    ),
+    "ratio": Field("offload.ratio", number(low=0, high=1)),
     "super_offload": _later("updates that start before the gradient norm is known"),
     **_each("reads and writes always overlap the update", pipeline_read=BOOL, pipeline_write=BOOL),
     "fast_init": Ignored("nothing is written to the disk before the first update", BOOL),
