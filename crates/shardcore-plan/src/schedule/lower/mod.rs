@@ -106,7 +106,7 @@ impl Schedule {
         let header = Header { comm: CommModel::Blocking, ..self.header().clone() };
         let max_unsharded = lowering.max_unsharded.max(sharding.widest());
         let receives_ahead = Some(times.receives_ahead);
-        Self::new_lowered(header, programs, Lowering { max_unsharded, receives_ahead, ..lowering.clone() })
+        Self::new_lowered(header, programs, Lowering { receives_ahead, max_unsharded, ..lowering.clone() })
     }
 }
 
