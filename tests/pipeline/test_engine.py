@@ -102,7 +102,7 @@ def test_a_set_loader_repeats() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="num_stages"):
         PipelineModule([nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match="profile"):
+    with pytest.raises(ConfigError, match="pass example="):
         PipelineModule([nn.Linear(2, 2)], 1, partition_method="profile")
     with pytest.raises(ConfigError, match="sequence slices"):
         Pipeline([nn.Linear(2, 2)], sc.Mesh(), schedule="seq-1f1b")

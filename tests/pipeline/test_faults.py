@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ import shardcore as sc
 from pipeline.models import Data, loss_fn, tied
 from pipeline.twin import Recipe, assert_follows, make, parameters, train, train_alone
 from shardcore.errors import ConfigError, PlanError, RankMismatchError, StateError
-from shardcore.pipeline import Arguments, LayerSpec, Pipeline
+from shardcore.pipeline import Arguments, LayerSpec, Pipeline, Recompute, TiedLayerSpec
 from shardcore.testing import spmd
 from shardcore.testing.twin import assert_bitwise
 
@@ -209,6 +210,62 @@ def test_e9_tied_weights_stay_equal() -> None:
     texts = sc.comm.exchange([v.tolist() for v in copies.values()], mesh["pp"], "copies")
     assert [len(each) for each in texts] == [1, 0, 1]
     assert texts[0] == texts[2]
+
+
+def both_tied() -> list[LayerSpec]:
+    """The first and the last layer share weight and bias."""
+    ends = [TiedLayerSpec("ends", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]) for _ in range(2)]
+    return [ends[0], *(LayerSpec(nn.Linear, 4, 4) for _ in range(4)), ends[1]]
+
+
+def vectors(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three micro-batches of a step."""
+    draw = torch.Generator().manual_seed(step)
+    return [(torch.randn(2, 4, generator=draw), torch.randn(2, 4, generator=draw)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("stage", "reduce"), [(1, "once"), (2, "once"), (2, "per_microbatch")])
+@spmd(world=3)
+def test_e9_every_tied_attribute_stays_equal(stage: int, reduce: str) -> None:
+    """Weight and bias under AdamW, clipped; gradients reduced once a step, or while later backwards still run."""
+    mesh = sc.Mesh(pp=3)
+    pipe = Pipeline(both_tied(), mesh, num_microbatches=3, loss_fn=F.mse_loss, reduce=reduce)
+    sc.shard(pipe, mesh, stage=stage)
+    optimizer = sc.optimizer(torch.optim.AdamW, pipe, lr=0.05, max_grad_norm=0.1)
+    layers = sc.pipeline.build_layers(both_tied())
+    alone = nn.ModuleDict({layer.name: layer.module for layer in layers})
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.05)
+    for step in range(10):
+        pipe.train_batch(iter(vectors(step)), optimizer)
+        sc.testing.reference_step(layers, vectors(step), reference, loss_fn=F.mse_loss, step=step, max_grad_norm=0.1)
+    found, wanted = parameters(pipe), dict(alone.named_parameters(remove_duplicate=False))
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-4, atol=1e-5)
+    for kind in ("weight", "bias"):
+        mine = [value.tolist() for name, value in found.items() if name in (f"0.{kind}", f"5.{kind}")]
+        first, middle, last = sc.comm.exchange(mine, mesh["pp"], "copies")
+        assert (len(first), middle) == (1, [])
+        assert first == last
+
+
+@spmd(world=2)
+def test_e12_evaluations_leave_the_buffers_of_recomputation_alone() -> None:
+    """Many more evaluations than the buffers have room for, between steps."""
+    mesh = sc.Mesh(pp=2)
+    runs = []
+    for num_evaluations in (0, 20):
+        settings = sc.activation.Settings(contiguous=True, num_checkpoints=2)
+        options = {"recompute": Recompute(interval=1, function=partial(sc.activation.checkpoint_with, settings))}
+        pipe, optimizer = make(Recipe(model="dropping", m=3, options=options), mesh)
+        data = Data().of_rank(0, 1, 3, 3)
+        losses = []
+        for _ in range(3):
+            losses.append(float(pipe.train_batch(data, optimizer)))
+            found = {float(pipe.eval_batch(Data(seed=1).of_rank(0, 1, 2, 1), 2)) for _ in range(num_evaluations)}
+            assert len(found) <= 1
+        runs.append([losses, parameters(pipe)])
+    plain = train(Recipe(model="dropping", m=3, steps=3), mesh)
+    assert_bitwise(runs, [[plain.losses, plain.parameters]] * 2)
 
 
 @pytest.mark.parametrize("partition", ["uniform", "parameters"])

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardcore as sc
 from pipeline.models import MODELS, Data, loss_fn
-from shardcore.pipeline import Pipeline, build_layers
+from shardcore.pipeline import AutoSchedule, Pipeline, build_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Recipe:
     """What to train, and how."""
 
     model: str = "tied"
-    schedule: str = "1f1b"
+    schedule: str | AutoSchedule = "1f1b"
     m: int = 4
     steps: int = 5
     stage: int | None = 0

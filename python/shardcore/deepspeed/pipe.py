@@ -23,10 +23,11 @@ class PipelineModule(Pipeline):
         layers: LayerSpecs, modules and functions.
         num_stages: ranks of the pipeline; or give a ``topology`` with an axis "pipe".
         loss_fn: ``(output, labels) -> loss``.
-        partition_method: "uniform", "parameters" or "type:REGEX".
+        partition_method: "uniform", "parameters", "type:REGEX", or "profile", which needs an ``example``.
         activation_checkpoint_interval: layers that are recomputed together in backward; 0: none.
         checkpointable_layers: class names; only groups of these are recomputed.
-        schedule: beyond DeepSpeed's arguments, any schedule of :func:`shardcore.plan.pipeline_schedule`.
+        example: beyond DeepSpeed's arguments, the inputs of a micro-batch that layers are measured on.
+        schedule: beyond DeepSpeed's arguments, any that :class:`shardcore.pipeline.Pipeline` takes, "auto" among them.
 
     Raises:
         ConfigError: neither stages nor topology, both and contradicting, or an argument that is not supported.
@@ -46,13 +47,12 @@ class PipelineModule(Pipeline):
         activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
-        schedule: str = "1f1b",
+        schedule: Any = "1f1b",
         num_chunks: int | None = None,
+        example: Any = None,
     ) -> None:
         if seed_fn is not None:
             raise ConfigError("PipelineModule(seed_fn=...) is not supported: base_seed and the layer's place seed it")
-        if partition_method == "profile":
-            raise ConfigError("partition_method='profile' is not supported; use 'parameters', 'uniform' or 'type:...'")
         super().__init__(
             list(layers),
             Mesh(pp=_num_stages(num_stages, topology)),
@@ -66,6 +66,7 @@ class PipelineModule(Pipeline):
                 classes=checkpointable_layers,
             ),
             seed=base_seed,
+            example=example,
         )
 
 

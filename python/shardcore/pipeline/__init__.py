@@ -1,5 +1,6 @@
 """Pipeline parallelism: a model in stages over ranks, trained by any schedule of :mod:`shardcore.plan`."""
 
+from shardcore.pipeline.auto import AutoReport, AutoSchedule
 from shardcore.pipeline.layers import BuiltLayer, build_layers
 from shardcore.pipeline.pipeline import Pipeline
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
@@ -9,6 +10,8 @@ from shardcore.pipeline.specs import Arguments, LayerSpec, TiedLayerSpec
 
 __all__ = [
     "Arguments",
+    "AutoReport",
+    "AutoSchedule",
     "BuiltLayer",
     "LayerSpec",
     "Pipeline",

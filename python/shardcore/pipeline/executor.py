@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardcore import comm, plan
 from shardcore.pipeline import values
 from shardcore.pipeline.gradients import Gradients
+from shardcore.pipeline.meter import Meter
 from shardcore.pipeline.randomness import RandomKey
 from shardcore.pipeline.split import WeightGradients
 from shardcore.pipeline.trace import Span
 
 Mail = tuple[bytes, list[torch.Tensor]]
+_UNMEASURED = nullcontext()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,9 +107,14 @@ class Executor:
             for action in actions
         ]
 
-    def run(self, step: Step, gradients: Gradients, spans: list[Span] | None = None) -> None:
-        """Run the program, and note in ``spans`` when. Every rank of the pipeline runs its own at the same time."""
+    def run(
+        self, step: Step, gradients: Gradients, spans: list[Span] | None = None, meter: Meter | None = None
+    ) -> None:
+        """Run the program, note in ``spans`` when, and let ``meter`` measure it. Every rank of the pipeline runs its
+        own at the same time.
+        """
         self._step = step
+        self._meter = meter
         self._gradients = gradients
         self._held: dict[tuple[int, int], _Held] = {}
         self._mail: dict[tuple[str, int, int], Mail] = {}
@@ -136,14 +144,22 @@ class Executor:
         """Whether the loss is computed there."""
         return stage % self._per_chain == self._per_chain - 1
 
+    def _measured(self, kind: str, stage: int) -> AbstractContextManager[None]:
+        return _UNMEASURED if self._meter is None else self._meter.computation(kind, stage)
+
     def _forward(self, stage: int, i: int) -> None:
+        mail = None if self.is_first(stage) else self._take("F", stage, i)
+        with self._measured("F", stage):
+            self._compute_forward(stage, i, mail)
+
+    def _compute_forward(self, stage: int, i: int, received: Mail | None) -> None:
         step = self._step
         skips: dict[str, Any] = {}
         leaves: list[torch.Tensor] = []
-        if self.is_first(stage):
+        if received is None:
             value = step.inputs[i]
         else:
-            inner, tensors = self._take("F", stage, i)
+            inner, tensors = received
             value, skips = values.load(inner, tensors)
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
         with torch.set_grad_enabled(step.trains):
@@ -155,6 +171,8 @@ class Executor:
             mail = values.dump((value, skips), f"output of stage {stage}")
             self._mail["F", stage + 1, i] = mail
             held.outputs = [get_gradient_edge(tensor) for tensor in mail[1] if tensor.requires_grad]
+            if self._meter is not None:
+                self._meter.note_message(stage, mail[1])
         if step.trains:
             self._held[stage, i] = held
 
@@ -176,24 +194,26 @@ class Executor:
 
     def _input_gradient(self, stage: int, i: int) -> None:
         held = self._held.pop((stage, i))
-        with self._weight_gradients.collected() as closures:
+        mail = None if self.is_last(stage) else self._take("B", stage, i)
+        with self._measured("I", stage), self._weight_gradients.collected() as closures:
             if held.loss is not None:
                 torch.autograd.backward(held.loss)
-            else:
-                inner, tensors = self._take("B", stage, i)
-                grads = values.load(inner, tensors)
+            elif mail is not None:
+                grads = values.load(*mail)
                 pairs = [(o, g) for o, g in zip(held.outputs, grads, strict=True) if g is not None]
                 if pairs:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            if not self.is_first(stage):
+                grads = [leaf.grad for leaf in held.inputs]
+                self._mail["B", stage - 1, i] = values.dump(grads, f"gradients of stage {stage}")
         self._closures[stage, i] = closures
-        if not self.is_first(stage):
-            grads = [leaf.grad for leaf in held.inputs]
-            self._mail["B", stage - 1, i] = values.dump(grads, f"gradients of stage {stage}")
+        if self._meter is not None:
+            self._meter.note_stash(stage, closures)
 
     def _weight_gradient(self, stage: int, i: int) -> None:
         closures = self._closures.pop((stage, i))
-        if closures:
-            with torch.no_grad():
+        with self._measured("W", stage), torch.no_grad():
+            if closures:
                 self._gradients.accumulate(grad for closure in closures for grad in closure())
 
     def _tied(self, stage: int, i: int) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from shardcore import plan
 from shardcore.errors import ConfigError
+from shardcore.pipeline.model_part import ModelPart
 from shardcore.pipeline.randomness import build_seed
 from shardcore.pipeline.specs import LayerSpec, TiedLayerSpec, call
-from shardcore.pipeline.transformers_model import ModelPart, has_plan, parts_of
+from shardcore.pipeline.transformers_model import is_transformers_model, parts_of
 
 Partition = str | Sequence[int]
 
@@ -56,7 +57,7 @@ class Tie:
 
 def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
     """The chain of layers of an ``nn.Sequential``, of a list of modules, functions and LayerSpecs, or of a Hugging Face
-    model with a pipeline plan.
+    model.
 
     Raises:
         ConfigError: anything else, or an entry that cannot be called.
@@ -65,13 +66,12 @@ def as_layers(model: Any, device: torch.device | None = None) -> list[Layer]:
         named: Iterable[tuple[str, Any]] = model.named_children()
     elif isinstance(model, (list, tuple, nn.ModuleList)):
         named = ((str(i), layer) for i, layer in enumerate(model))
-    elif has_plan(model):
+    elif is_transformers_model(model):
         named = parts_of(model, device or torch.device("cpu")).items()
     else:
         raise ConfigError(
-            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model "
-            "whose configuration has a base_model_pp_plan (or GPT-2), or a list of modules, functions and LayerSpecs "
-            "of which each takes what the one before returns"
+            f"Pipeline: {type(model).__name__} cannot be cut into stages; pass an nn.Sequential, a Hugging Face model, "
+            "or a list of modules, functions and LayerSpecs of which each takes what the one before returns"
         )
     layers = [Layer(name, source) for name, source in named]
     for layer in layers:
@@ -108,7 +108,7 @@ def boundaries_of(layers: Sequence[Layer], partition: Partition, num_stages: int
         pattern = partition.removeprefix("type:")
         return plan.partition_by_class([layer.class_name for layer in layers], pattern, num_stages)
     raise ConfigError(
-        f"partition={partition!r}: expected 'uniform', 'parameters', 'type:REGEX', or a list of boundaries"
+        f"partition={partition!r}: expected 'uniform', 'parameters', 'profile', 'type:REGEX', or a list of boundaries"
     )
 
 

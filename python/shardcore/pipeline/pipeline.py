@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,19 @@ from shardcore import comm, plan
 from shardcore.errors import ConfigError, StateError
 from shardcore.mesh import Mesh
 from shardcore.pipeline import data as micro_batches
+from shardcore.pipeline.auto import AutoReport, AutoSchedule, AutoTuner
 from shardcore.pipeline.executor import Executor, Step
 from shardcore.pipeline.gradients import Gradients
-from shardcore.pipeline.layers import Builder, BuiltLayer, Partition, as_layers, boundaries_of, find_ties
+from shardcore.pipeline.layers import Builder, BuiltLayer, Layer, Partition, as_layers, boundaries_of, find_ties
+from shardcore.pipeline.model_part import ModelPart
 from shardcore.pipeline.placement import Placement
+from shardcore.pipeline.profile import measure_layers
 from shardcore.pipeline.randomness import RandomKey, restored_randomness
 from shardcore.pipeline.recompute import Recompute, run_layers
 from shardcore.pipeline.split import WeightGradients
 from shardcore.pipeline.trace import Span
 from shardcore.pipeline.trace import save as save_trace
-from shardcore.pipeline.transformers_model import ModelPart, has_plan, loss_of
+from shardcore.pipeline.transformers_model import is_transformers_model, loss_of
 from shardcore.pipeline.weights import Normalize, loss_weights
 from shardcore.protocols import attach_pipeline, find_root
 
@@ -38,19 +41,22 @@ class Pipeline(nn.Module):
 
     Args:
         model: an ``nn.Sequential``; a list of modules, functions and :class:`LayerSpec` in which each layer takes what
-            the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model with a
-            pipeline plan, whose micro-batches are its keyword arguments.
+            the one before returns, and of whose specs a rank builds only its own; or a Hugging Face model, whose
+            micro-batches are its keyword arguments.
         mesh: its ``pp`` axis is the pipeline.
-        schedule: a name of :func:`shardcore.plan.pipeline_schedule`, or a schedule that is not lowered.
+        schedule: a name of :func:`shardcore.plan.pipeline_schedule`, a schedule that is not lowered, or ``"auto"``: one
+            that is made for what the first steps cost; :class:`AutoSchedule` says how.
         num_microbatches: micro-batches of a step, on each data-parallel rank.
         num_chunks: stages on each rank; None is the schedule's own number.
         loss_fn: ``(output, labels) -> scalar``, the mean over the micro-batch; None if the last layer returns the loss.
-        partition: see :func:`shardcore.pipeline.layers.boundaries_of`.
+        partition: ``"profile"``: by the time that each layer takes; else see
+            :func:`shardcore.pipeline.layers.boundaries_of`.
         reduce: ``"once"`` a step, behind a stage's last backward, or ``"per_microbatch"``, which needs only one bucket
             of gradients at stages 2 and 3, at that many times the traffic.
         normalize: ``"microbatches"``: each counts the same; ``"tokens"``: as many times as it has labels other than
             -100, over all data-parallel ranks; or a function of the labels that gives a micro-batch's weight.
         recompute: which layers compute their activations again in backward instead of keeping them.
+        example: the inputs of a micro-batch, on every rank, for ``partition="profile"``, which runs the layers on it.
         seed: what layers built from specs, and random numbers in training, are drawn from (``docs/pipeline.md``).
 
     Raises:
@@ -63,7 +69,7 @@ class Pipeline(nn.Module):
         model: Any,
         mesh: Mesh,
         *,
-        schedule: str | plan.PipelineSchedule = "1f1b",
+        schedule: str | plan.PipelineSchedule | AutoSchedule = "1f1b",
         num_microbatches: int = 1,
         num_chunks: int | None = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -72,24 +78,27 @@ class Pipeline(nn.Module):
         normalize: Normalize = "microbatches",
         recompute: Recompute | None = None,
         seed: int = 0,
+        example: Any = None,
     ) -> None:
         super().__init__()
         self._mesh, self._normalize, self.seed = mesh, normalize, seed
-        self._loss_fn = loss_of(model) if loss_fn is None and has_plan(model) else loss_fn
+        self._loss_fn = loss_of(model) if loss_fn is None and is_transformers_model(model) else loss_fn
         if reduce not in _REDUCE:
             raise ConfigError(f"Pipeline(reduce={reduce!r}): expected 'once' or 'per_microbatch'")
         if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
             raise ConfigError("Pipeline(loss_fn=...): it has parameters; make it the last layer and leave loss_fn out")
         self._reduce = _REDUCE[reduce]
         self._recompute = recompute or Recompute()
-        self._schedule_of = _schedules(schedule, mesh["pp"].size, num_chunks)
+        self._tuner = _tuner(schedule, mesh, num_chunks)
+        self._schedule_of = self._tuner.schedule if self._tuner else _schedules(schedule, mesh["pp"].size, num_chunks)
         self.num_microbatches = num_microbatches
         self.num_steps = 0
         """Steps taken; part of what random numbers are drawn from, so set it when you resume."""
+        self.layer_seconds: list[float] | None = None
+        """Of every layer of the model, where the partition was made for them."""
         layers = as_layers(model, mesh.device)
         first = self._schedule_of(num_microbatches)
-        boundaries = boundaries_of(layers, partition, first.num_stages // first.num_chains)
-        self._placement = Placement(mesh, first, layers, boundaries, find_ties(layers))
+        self._placement = self._place(first, layers, partition, example)
         self._placement.check_agreement()
         self._check_classes(self._recompute.classes)
         self._stages = self._build(Builder(layers, seed))
@@ -99,7 +108,7 @@ class Pipeline(nn.Module):
         self._shared = self._placement.shared_weights(built)
         self._channels = comm.channels(mesh, "pp", self._placement.edges())
         self._weight_gradients = WeightGradients(mesh.device)
-        if any(action.kind == "W" for rank in range(first.num_ranks) for action in first.program(rank)):
+        if self._tuner is not None or _splits_backward(first):
             self._weight_gradients.split(self.children())
         self._executors: dict[tuple[str, int, int | None], Executor] = {}
         self._gradients: Gradients | None = None
@@ -152,8 +161,19 @@ class Pipeline(nn.Module):
     def explain(self) -> str:
         """Which layers run in which stage, on which rank, and what part of the weights has a gradient of its own."""
         split, whole = self._weight_gradients.num_split, self._weight_gradients.num_whole
-        share = f"backward split for {split} of {split + whole} trainable elements of this rank"
-        return f"{self._placement.explain()}\n{share}" if split + whole else self._placement.explain()
+        lines = [self._placement.explain()]
+        if self.layer_seconds is not None:
+            lines.append("ms of layers: " + ", ".join(f"{1e3 * each:.3f}" for each in self.layer_seconds))
+        if split + whole:
+            lines.append(f"backward split for {split} of {split + whole} trainable elements of this rank")
+        if self.auto_report is not None:
+            lines.append(self.auto_report.explain())
+        return "\n".join(lines)
+
+    @property
+    def auto_report(self) -> AutoReport | None:
+        """What ``schedule="auto"`` found for steps of ``num_microbatches``; None before the switch, and elsewhere."""
+        return None if self._tuner is None else self._tuner.report(self.num_microbatches)
 
     def forward(self, stage: int, value: Any, skips: dict[str, Any], key: RandomKey | None) -> Any:
         """Forward of one stage of this rank; called by the program. Returns the output and what is set aside."""
@@ -189,6 +209,8 @@ class Pipeline(nn.Module):
             RankFailedError: another rank failed.
         """
         with self._reporting():
+            if self._tuner is not None and self._tuner.switch_if_due(self._channels, self.num_microbatches):
+                self._executors = {key: each for key, each in self._executors.items() if key[0] != "train"}
             loss, _ = self._run("train_batch", data_iter, self.num_microbatches, trains=True)
             self.num_steps += 1
             if optimizer is not None:
@@ -269,9 +291,10 @@ class Pipeline(nn.Module):
             keeps_outputs=keeps_outputs,
             computes_loss=computes_loss,
         )
-        self._execute(step, m)
-        outputs = [step.outputs[i] for i in sorted(step.outputs)] if step.outputs else None
-        return self._mean_loss(step, shares), outputs
+        with self._tuner.timed_step() if trains and self._tuner is not None else nullcontext():
+            self._execute(step, m)
+            loss = self._mean_loss(step, shares)
+        return loss, [step.outputs[i] for i in sorted(step.outputs)] if step.outputs else None
 
     def _execute(self, step: Step, m: int) -> None:
         executor = self._executor("train" if step.trains else "eval", m)
@@ -279,10 +302,11 @@ class Pipeline(nn.Module):
         if self._gradients is None or self._gradients.root is not root:
             self._gradients = Gradients(root, self._parameters_of_stages(), self._shared)
         gradients = self._gradients
+        meter = self._tuner.meter() if step.trains and self._tuner is not None else None
         gradients.begin()
         try:
             with restored_randomness(self._mesh.device):
-                executor.run(step, gradients, self._spans)
+                executor.run(step, gradients, self._spans, meter)
         except BaseException:
             for channel in self._channels.values():
                 channel.abandon()
@@ -337,6 +361,23 @@ class Pipeline(nn.Module):
         lowered.check(comm="directed")
         return lowered
 
+    def _place(
+        self, schedule: plan.PipelineSchedule, layers: Sequence[Layer], partition: Partition, example: Any
+    ) -> Placement:
+        """Cut the layers into the schedule's stages, by measured times where these are asked for."""
+        per_chain = schedule.num_stages // schedule.num_chains
+        if partition == "profile":
+            if example is None:
+                raise ConfigError(
+                    "Pipeline(partition='profile') runs the layers to measure them: pass example=<the inputs of a "
+                    "micro-batch> on every rank"
+                )
+            with self._reporting():
+                self.layer_seconds = measure_layers(layers, example, self._mesh, self._recompute, self.seed)
+            partition = plan.partition_layers(self.layer_seconds, per_chain)
+        boundaries = boundaries_of(layers, partition, per_chain)
+        return Placement(self._mesh, schedule, layers, boundaries, find_ties(layers))
+
     def _parameters_of_stages(self) -> dict[int, list[nn.Parameter]]:
         return {
             stage: [p for _, b in layers if isinstance(b.module, nn.Module) for p in b.module.parameters()]
@@ -374,9 +415,24 @@ class Pipeline(nn.Module):
             raise
 
 
-def _schedules(
-    schedule: str | plan.PipelineSchedule, num_ranks: int, num_chunks: int | None
-) -> Callable[[int], plan.PipelineSchedule]:
+def _splits_backward(schedule: plan.PipelineSchedule) -> bool:
+    return any(action.kind == "W" for rank in range(schedule.num_ranks) for action in schedule.program(rank))
+
+
+def _tuner(schedule: Any, mesh: Mesh, num_chunks: int | None) -> AutoTuner | None:
+    """What makes the schedules where they are to be made for measured costs."""
+    if isinstance(schedule, str) and schedule == "auto":
+        schedule = AutoSchedule()
+    if not isinstance(schedule, AutoSchedule):
+        return None
+    if num_chunks not in (None, 1):
+        raise ConfigError(
+            f"Pipeline(schedule='auto', num_chunks={num_chunks}): each rank gets one stage; leave num_chunks out"
+        )
+    return AutoTuner(schedule, mesh)
+
+
+def _schedules(schedule: Any, num_ranks: int, num_chunks: int | None) -> Callable[[int], plan.PipelineSchedule]:
     """The schedule for a number of micro-batches."""
 
     def made(num_microbatches: int) -> plan.PipelineSchedule:

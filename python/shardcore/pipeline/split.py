@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from shardcore import _torch_private as private
-from shardcore.pipeline.split_rules import Rule, rule_of
+from shardcore.pipeline.split_rules import Pairs, Rule, rule_of
 
-Closure = Callable[[], list[tuple[nn.Parameter, torch.Tensor]]]
+Closure = partial[Pairs]
+"""Weight gradients of one module; its arguments are what is kept for them."""
 
 
 class WeightGradients:
@@ -97,6 +98,6 @@ class _Split(torch.autograd.Function):
         """The input's gradient; the weights' are deferred."""
         module, rule = ctx.module, ctx.rule
         saved = ctx.saved_tensors
-        ctx.sink.defer(lambda: rule.weight_gradients(module, grad, *saved))
+        ctx.sink.defer(partial(rule.weight_gradients, module, grad, *saved))
         found = rule.input_gradient(module, grad, *saved) if ctx.needs_input_grad[0] else None
         return found, None, None, None, None

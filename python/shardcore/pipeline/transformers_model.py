@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.pipeline.model_blocks import parts_of_blocks
+from shardcore.pipeline.model_part import ModelPart
 from shardcore.protocols import splits_sequence
 
 HIDDEN, LENGTH = "inputs_embeds", "length of the whole sequence"
@@ -24,31 +26,31 @@ _OTHER_PLANS: dict[str, list[str]] = {"GPT2Model": ["wte", "wpe", "drop", "h", "
 """Of base models whose configuration has no plan, though they are a chain."""
 
 
-class ModelPart(nn.Module):
-    """Some modules of a model, under their names there, and how they act on the keyword arguments that travel."""
-
-    def __init__(self, parts: dict[str, nn.Module], act: Callable[[dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._modules.update(parts)
-        self.class_name = type(next(iter(parts.values()))).__name__
-        self._acts = [act]  # in a list, as what it refers to is no child of this module
-
-    def forward(self, value: Any) -> Any:
-        """The arguments for the next part, or the logits."""
-        return self._acts[0](dict(value) if isinstance(value, Mapping) else {"input_ids": value})
-
-
-def has_plan(model: Any) -> bool:
-    """Whether it is known how the model is cut."""
-    return isinstance(model, nn.Module) and hasattr(model, "base_model_prefix") and bool(_plan_of(model))
+def is_transformers_model(model: Any) -> bool:
+    """Whether it is a Hugging Face model."""
+    return isinstance(model, nn.Module) and hasattr(model, "config") and hasattr(model, "base_model_prefix")
 
 
 def parts_of(model: Any, device: torch.device) -> dict[str, ModelPart]:
-    """The links by name: what precedes the blocks, each block, and the head with what precedes it.
+    """The links by name: what precedes the blocks, each block, and the head with what precedes it. By the model's plan,
+    where it has one, else by :func:`parts_of_blocks`.
 
     Raises:
-        ConfigError: the plan has no embedding or no list of blocks, or nothing follows the blocks.
+        ConfigError: the plan has no embedding or no list of blocks, or nothing follows the blocks; or there is no plan,
+            and the model cannot be cut without, or its activations are split along the sequence.
     """
+    if _plan_of(model):
+        return _parts_of_plan(model, device)
+    if splits_sequence(model):
+        raise ConfigError(
+            f"Pipeline: the activations of {type(model).__name__}, which has no pipeline plan, are split along the "
+            "sequence from its first block to its last, which no stage has all of; call shardcore.tensor.parallelize "
+            "without sequence"
+        )
+    return parts_of_blocks(model, device)
+
+
+def _parts_of_plan(model: Any, device: torch.device) -> dict[str, ModelPart]:
     base, prefix = _base_of(model)
     before, blocks, after = _checked_plan(model, base)
     dot = f"{prefix}." if prefix else ""
