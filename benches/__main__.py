@@ -17,6 +17,7 @@ COMMANDS = {
     "collectives": "micro/collectives.py",
     "io": "micro/io.py",
     "cpu-adam": "micro/cpu_adam.py",
+    "schedules": "micro/schedules.py",
 }
 
 

@@ -77,12 +77,12 @@ class ShardedGroup(Protocol):
         """As ``own``, to be read only. Where parameters rest on a disk, either is valid until another group's is."""
 
     @property
-    def shard_numel(self) -> int:
-        """Elements of the shard."""
-
-    @property
     def rests_on_disk(self) -> bool:
         """Whether ``own`` rests on a disk."""
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU updates the masters."""
 
     @property
     def has_masters(self) -> bool:
@@ -310,7 +310,17 @@ class ShardedOptimizerMark:
         raise NotImplementedError
 
     def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
-        """This rank's state of one parameter: views of its piece, and whatever is one value for all."""
+        """This rank's state of one parameter: views of its piece (copies where it rests on a disk), and whatever is one
+        value for all.
+        """
+        raise NotImplementedError
+
+    def local_master(self, slot: ParameterSlot) -> torch.Tensor:
+        """A copy of this rank's piece of a master weight that rests on a disk."""
+        raise NotImplementedError
+
+    def set_local_state(self, slot: ParameterSlot, name: str, value: torch.Tensor) -> None:
+        """Replace this rank's state of this name, or, under ``MASTER``, the master weight that rests on a disk."""
         raise NotImplementedError
 
     def held_pieces(self) -> list[HeldPiece]:

@@ -26,7 +26,7 @@ def assert_various(lines: list[str], least: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_save_is_killed_at_random_moments(tmp_path: Path) -> None:
+def test_g7_a_save_is_killed_at_random_moments(tmp_path: Path) -> None:
     lines = crash(tmp_path / "run", 20, seed=1, timeout=280)
     assert len(lines) == 20
     assert_various(lines, 2)
@@ -34,7 +34,7 @@ def test_a_save_is_killed_at_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_a_save_is_killed_at_many_random_moments(tmp_path: Path) -> None:
+def test_g7_a_save_is_killed_at_many_random_moments(tmp_path: Path) -> None:
     lines = crash(tmp_path / "run", 200, seed=2, timeout=3500)
     assert len(lines) == 200
     assert_various(lines, 4)

@@ -72,7 +72,7 @@ def fill_the_disk(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-def test_a_full_disk_is_told_with_the_sum_on_every_rank(kind: str, tmp_path: Path) -> None:
+def test_g7_a_full_disk_is_told_with_the_sum_on_every_rank(kind: str, tmp_path: Path) -> None:
     with mounted(kind, tmp_path / "disk", 4) as folder:
         for found in run_spmd(fill_the_disk, 2, str(folder / "run")):
             assert any("missing" in text or "No space left" in text for text in found[:1]), found
@@ -186,7 +186,7 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 @spmd(world=2)
-def test_damage_is_located_and_an_earlier_checkpoint_still_loads(tmp_path: Path) -> None:
+def test_g7_damage_is_located_and_an_earlier_checkpoint_still_loads(tmp_path: Path) -> None:
     training = begin(MLP)
     training.save(tmp_path)
     training.steps(0, 1)

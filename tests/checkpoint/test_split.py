@@ -162,6 +162,22 @@ def test_a_training_moves_between_arrangements(name: str, tmp_path: Path) -> Non
     move(*PAIRS[name], str(tmp_path))
 
 
+SAME = [
+    Spread(pp=2, stage=1, world=4, precision="bf16"),
+    Spread(pp=2, stage=0, world=2),
+    Spread(tp=2, stage=3, world=4),
+    pytest.param(Spread(pp=2, stage=2, world=4), marks=pytest.mark.full),
+    pytest.param(Spread(pp=2, stage=0, world=2, precision="bf16"), marks=pytest.mark.full),
+    pytest.param(Spread(tp=2, pp=2, stage=1, world=4), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("spread", SAME, ids=str)
+def test_g27_the_same_arrangement_goes_on_to_the_last_bit(spread: Spread, tmp_path: Path) -> None:
+    straight = run_spmd(save, spread.world, spread, str(tmp_path))
+    assert run_spmd(load, spread.world, spread, str(tmp_path)) == straight
+
+
 def spreads() -> st.SearchStrategy[Spread]:
     drawn = st.builds(
         Spread,

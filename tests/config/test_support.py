@@ -42,7 +42,6 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
     ("path", "value"),
     [
         ("zero_optimization.offload_optimizer.super_offload", True),
-        ("zero_optimization.offload_optimizer.ratio", 0.5),
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
         ("tensor_parallel.partition_config", {"use_default_specs": False}),
@@ -53,7 +52,7 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("comms_logger.enabled", True),
         ("flops_profiler.enabled", True),
         ("autotuning.enabled", True),
-        ("checkpoint.load_universal", True),
+        ("checkpoint.use_node_local_storage", True),
         ("gradient_allreduce_op", "sum"),
         ("data_types.buffer_dtype", "bf16"),
         ("fp16.fp16_master_weights_and_grads", True),
@@ -196,6 +195,14 @@ def test_parameters_on_a_disk_need_their_folder() -> None:
         }
     )
     assert problem.startswith("zero_optimization.offload_param.nvme_path: one folder serves both, got '/mnt/a'")
+
+
+def test_a_ratio_goes_with_host_memory() -> None:
+    half = {"device": "cpu", "ratio": 0.5}
+    assert load(train_batch_size=4, zero_optimization={"stage": 1, "offload_optimizer": half}).offload.ratio == 0.5
+    half = {"device": "nvme", "nvme_path": "/mnt/a", "ratio": 0.5}
+    (problem,) = problems({"zero_optimization": {"stage": 1, "offload_optimizer": half}})
+    assert problem.startswith('zero_optimization.offload_optimizer.ratio: expected 1 with device "nvme", got 0.5')
 
 
 def test_a_file_as_front_ends_write_it_loads_in_drop_in_mode() -> None:

@@ -170,6 +170,7 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.offload_param.max_in_cpu": None,  # DeepSpeed: 1e9, beside its buffers; it changes no number
     "zero_optimization.offload_optimizer.device": "none",
     "zero_optimization.offload_optimizer.nvme_path": None,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.offload_optimizer.buffer_count": 4,
     "zero_optimization.offload_optimizer.pin_memory": True,
     "pipeline.activation_checkpoint_interval": 0,

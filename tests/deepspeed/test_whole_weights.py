@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,15 @@ def test_the_program_and_its_files(tmp_path: Path) -> None:
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(TiedAndFrozen(), tmp_path)
     assert torch.equal(model.head.weight, whole["embed.weight"])
     assert model.head.weight is model.embed.weight
+
+
+def test_the_script_beside_the_checkpoints(tmp_path: Path) -> None:
+    run_spmd(save_all, 2, 2, "fp32", str(tmp_path))
+    command = [sys.executable, "-W", "ignore", "zero_to_fp32.py", ".", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

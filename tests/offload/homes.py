@@ -26,6 +26,8 @@ HOMES: dict[str, dict[str, Any]] = {
     "parameters on disk": {"params": "nvme", "host_param_nbytes": 0},
     "all on disk": {"params": "nvme", "states": "nvme", "grads": "cpu", "tile_numel": 100, "host_param_nbytes": 4096},
     "parameters on disk, states in memory": {"params": "nvme", "states": "cpu"},
+    "half of the states": {"states": "cpu", "ratio": 0.5},
+    "half of all": {"params": "cpu", "states": "cpu", "grads": "cpu", "ratio": 0.5},
     "everything": {"params": "cpu", "states": "cpu", "grads": "cpu"},
 }
 

@@ -131,7 +131,8 @@ def test_too_little_memory_shows_the_sum_on_every_rank() -> None:
         ({"states": "nvme"}, r'states="nvme"\): give the folder'),
         ({"states": "cpu", "path": "/tmp"}, r"nothing rests on a disk"),
         ({"grads": "cpu"}, r'add states="cpu"'),
-        ({"states": "cpu", "ratio": 0.5}, r"ratio=0\.5\): updating a part on the device is not available yet"),
+        ({"states": "cpu", "ratio": 1.5}, r"ratio=1\.5\): expected a number from 0 to 1"),
+        ({"states": "nvme", "path": "/tmp", "ratio": 0.5}, r'a part is offloaded with states="cpu" only'),
         ({"states": "cpu", "tile_numel": 0}, r"tile_numel=0\): expected an integer of at least 1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -205,6 +206,25 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "place_tiles": (plan.place_tiles, {"tiles": [(10, [4, 4]), (3, [2])]}),
     "tile": (lambda numel, itemsize: plan.place_tiles([(numel, [itemsize])]), {"numel": 10, "itemsize": 4}),
     "plan_swap": (plan.plan_swap, {"order": [0, 1, 2], "residents": [1, None]}),
+    "host_memory": (
+        lambda **options: dataclasses.astuple(plan.host_memory(homes=plan.Homes(states="nvme"), **options)),
+        {"shards": [LAYOUT], "rank": 0, "options_of": {"bias": 1}},
+    ),
+    "Homes": (
+        lambda **options: dataclasses.astuple(plan.host_memory([LAYOUT], plan.Homes(**options))),
+        {
+            "params": "nvme",
+            "grads": "cpu",
+            "states": "cpu",
+            "ratio": 0.5,
+            "tile_numel": 100,
+            "num_tiles": 2,
+            "host_param_nbytes": 1000,
+            "master": "fp32",
+            "kept": ("fp32", "bf16"),
+            "device_is_host": False,
+        },
+    ),
     "first_difference": (plan.first_difference, {"first": LAYOUT.to_json(), "second": "{}"}),
     "from_text": (plan.PipelineSchedule.from_text, {"text": SCHEDULE.to_text()}),
     "from_json": (plan.PipelineSchedule.from_json, {"text": SCHEDULE.to_json()}),
@@ -213,7 +233,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def test_every_public_function_is_called_here() -> None:
-    made_elsewhere = {"PrefetchPlan", "ShardLayout", "ShardPlan", "Simulation", "Synthesis", "schedule_names"}
+    made_elsewhere = {
+        "HostMemory",
+        "PrefetchPlan",
+        "ShardLayout",
+        "ShardPlan",
+        "Simulation",
+        "Synthesis",
+        "schedule_names",
+    }
     assert set(plan.__all__) - made_elsewhere <= set(CALLS)
 
 

@@ -182,10 +182,7 @@ impl PyPipelineSchedule {
         let options = lowering(zero_stage, reduce, optimizer, tied, receives_ahead, max_unsharded)?;
         gil::run(py, || {
             let costs = costs.map(|spec| costs_of(&self.0, &spec.0)).transpose()?;
-            if receives_ahead.is_some() {
-                return lowered(&self.0, &options, costs.as_ref());
-            }
-            lowered_with_room(&self.0, &options, costs.as_ref())
+            costs.map_or_else(|| self.0.lower(&options), |costs| self.0.lower_for(&options, &costs))
         })
         .map(Self::from)
     }
@@ -347,21 +344,6 @@ fn costs_of(schedule: &Schedule, spec: &CostSpec) -> Result<Costs, PlanError> {
     Costs::new(spec, schedule.placement(), schedule.header().num_slices)
 }
 
-/// The schedule lowered at given costs, or at the usual ones.
-fn lowered(schedule: &Schedule, options: &Lowering, costs: Option<&Costs>) -> Result<Schedule, PlanError> {
-    costs.map_or_else(|| schedule.lower(options), |costs| schedule.lower_for(options, costs))
-}
-
-/// The same with as many receives ahead as the programs need, if those are more than the options say.
-fn lowered_with_room(schedule: &Schedule, options: &Lowering, costs: Option<&Costs>) -> Result<Schedule, PlanError> {
-    match lowered(schedule, options, costs) {
-        Err(PlanError::TooFewReceives { needed, .. }) => {
-            lowered(schedule, &Lowering { receives_ahead: needed, ..options.clone() }, costs)
-        }
-        result => result,
-    }
-}
-
 /// The way to deliver messages; ``None`` for what the schedule declares.
 fn delivery(comm: Option<&str>, capacity: Option<Whole>) -> Result<Option<Delivery>, CoreError> {
     match (comm, capacity) {
@@ -377,7 +359,7 @@ fn check_under(schedule: &Schedule, delivery: Option<Delivery>) -> Result<(), Pl
         Some(delivery) if schedule.is_lowered() => check::communication(schedule, delivery),
         Some(delivery) => {
             check::dependencies(schedule)?;
-            check::communication(&lowered_with_room(schedule, &Lowering::default(), None)?, delivery)
+            check::communication(&schedule.lower(&Lowering::default())?, delivery)
         }
     }
 }

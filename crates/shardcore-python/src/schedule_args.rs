@@ -199,13 +199,14 @@ pub(crate) fn lowering(
     let bad_stage = |_: usize, stage: i128| PlanError::BadLowering {
         reason: format!("tied stages: stage {stage} is out of range"),
     };
-    let receives = receives_ahead.map(|given| count(given, |value| at_least_1("receives_ahead", value))).transpose()?;
     Ok(Lowering {
         zero_stage: zero_stage.map(|stage| stage.fit("zero_stage", "0, 1, 2 or 3")).transpose()?,
         reduce: ReduceTiming::from_name(reduce)?,
         optimizer: OptimizerStep::from_name(optimizer)?,
         tied: tied.into_iter().map(|group| fit_all(group, bad_stage)).collect::<Result<_, PlanError>>()?,
-        receives_ahead: receives.unwrap_or(Lowering::default().receives_ahead),
+        receives_ahead: receives_ahead
+            .map(|given| count(given, |value| at_least_1("receives_ahead", value)))
+            .transpose()?,
         max_unsharded: count(max_unsharded, |value| at_least_1("max_unsharded", value))?,
     })
 }

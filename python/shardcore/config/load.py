@@ -156,6 +156,11 @@ def _check_offload(sections: Mapping[str, Any], findings: Findings) -> None:
         findings.problems.append(
             f'{section}_optimizer.device: "{offload.optimizer_device}" needs zero_optimization.stage 1, 2 or 3, got 0'
         )
+    if offload.ratio != 1 and offload.optimizer_device == "nvme":
+        findings.problems.append(
+            f'{section}_optimizer.ratio: expected 1 with device "nvme", got {offload.ratio:g}; a part stays on the '
+            'device with "cpu" only'
+        )
     paths = {"optimizer": offload.optimizer_path, "param": offload.param_path}
     on_disk = [name for name in paths if getattr(offload, f"{name}_device") == "nvme"]
     for name in on_disk:

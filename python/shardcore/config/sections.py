@@ -131,6 +131,8 @@ class OffloadConfig:
     """Folder of the disk for "nvme"."""
     optimizer_pin: bool = True
     """Whether their host memory is registered with CUDA."""
+    ratio: float = 1.0
+    """The part of all elements whose states rest there and which the CPU updates; the device updates the others."""
     buffer_count: int = 4
     """For how many tiles of states on a disk host memory has room."""
     param_device: Literal["none", "cpu", "nvme"] = "none"

@@ -219,9 +219,7 @@ _OFFLOAD_OPTIMIZER: dict[str, Entry] = {
     "nvme_path": Field("offload.optimizer_path", TEXT),
     "buffer_count": Field("offload.buffer_count", SIZE),
     "pin_memory": Field("offload.optimizer_pin", BOOL),
-    "ratio": Unsupported(
-        "updating a part of each shard on the device: not available yet", number(low=0, high=1), (1.0,)
-    ),
+    "ratio": Field("offload.ratio", number(low=0, high=1)),
     "super_offload": _later("updates that start before the gradient norm is known"),
     **_each("reads and writes always overlap the update", pipeline_read=BOOL, pipeline_write=BOOL),
     "fast_init": Ignored("nothing is written to the disk before the first update", BOOL),
@@ -306,7 +304,11 @@ def _monitor(**kinds: Kind) -> dict[str, Entry]:
 
 _CHECKPOINT: dict[str, Entry] = {
     "tag_validation": Field("checkpoint.tag_validation", choice("Ignore", "Warn", "Fail")),
-    "load_universal": _later("import of DeepSpeed's universal checkpoints"),
+    "load_universal": Ignored(
+        "every checkpoint loads on any number of ranks; DeepSpeed's are imported first, by shardcore ckpt "
+        "import-deepspeed",
+        BOOL,
+    ),
     "use_node_local_storage": _later("checkpoints on node-local disks"),
     "checkpoint_serialization": Ignored(_CHECKPOINTS, BOOL),
     "parallel_write.pipeline_stage": Ignored(_CHECKPOINTS, BOOL),

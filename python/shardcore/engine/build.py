@@ -168,6 +168,7 @@ def _offload(config: Config) -> Offload | None:
         grads=None if states is None else "cpu",
         states=states,
         path=(asked.optimizer_path if states == "nvme" else None) or (asked.param_path if params == "nvme" else None),
+        ratio=asked.ratio if states == "cpu" else 1.0,
         pin=asked.param_pin if states is None else asked.optimizer_pin,
         num_tiles=asked.buffer_count,
         host_param_nbytes=None if room is None or params != "nvme" else room * _BYTES[config.param_dtype],

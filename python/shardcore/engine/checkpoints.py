@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardcore")
 PathLike = str | os.PathLike[str]
+_SCRIPT = '''\
+"""Whole fp32 weights of the checkpoints in this folder: python zero_to_fp32.py . OUTPUT_DIR (--help says more)."""
+
+from shardcore.deepspeed.utils.zero_to_fp32 import main
+
+raise SystemExit(main())
+'''
 
 
 class Checkpoints:
@@ -72,6 +79,8 @@ class Checkpoints:
             exclude_frozen=exclude_frozen_parameters,
             save_latest=save_latest,
         )
+        if self.mesh.everyone.rank == 0:
+            _leave_script(Path(save_dir))
         return True
 
     def load_checkpoint(
@@ -185,6 +194,14 @@ class Checkpoints:
         """The sampler of the engine's loader, if it knows its position."""
         sampler = getattr(self.training_dataloader, "sampler", None)
         return sampler if hasattr(sampler, "load_state_dict") else None
+
+
+def _leave_script(folder: Path) -> None:
+    """Where people of DeepSpeed look for it: the program that makes whole weights of the folder's checkpoints."""
+    path = folder / "zero_to_fp32.py"
+    with suppress(OSError):  # the checkpoint is complete without it
+        if not path.exists():
+            path.write_text(_SCRIPT)
 
 
 def _weights_of(module: nn.Module, state: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, torch.Tensor]:

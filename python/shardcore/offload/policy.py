@@ -6,8 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shardcore import plan
 from shardcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 PathLike = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -35,7 +40,9 @@ class Offload:
     path: PathLike | Sequence[PathLike] | None = None
     """Folder for ``"nvme"``, or several on a disk each, which are striped. Files in it have no names."""
     ratio: float = 1.0
-    """The part of each shard's states that is offloaded; only 1.0, all of it, is available yet."""
+    """With ``states="cpu"``: the part of all elements whose states are offloaded. The others stay on the device, which
+    updates them while the CPU updates its own. Whole groups of parameters, as near to it as they come.
+    """
     pin: bool = True
     """Register host memory with CUDA, where there is CUDA."""
     tile_numel: int = 1 << 22
@@ -65,6 +72,19 @@ class Offload:
             return [Path(self.path)]
         return [Path(path) for path in self.path]
 
+    def homes(self, device: torch.device) -> plan.Homes:
+        """What decides how much host memory is taken beside this device."""
+        return plan.Homes(
+            params=self.params,
+            grads=self.grads,
+            states=self.states,
+            ratio=self.ratio,
+            tile_numel=self.tile_numel,
+            num_tiles=self.num_tiles,
+            host_param_nbytes=self.host_param_nbytes,
+            device_is_host=device.type == "cpu",
+        )
+
     @property
     def is_active(self) -> bool:
         """Whether anything rests elsewhere than on the device."""
@@ -76,8 +96,9 @@ class Offload:
             value = getattr(self, name)
             if value not in choices:
                 problems.append(f"{name}={value!r}): expected {' or '.join(map(repr, choices))}")
-        if self.ratio != 1.0:
-            problems.append(f"ratio={self.ratio!r}): updating a part on the device is not available yet; leave it out")
+        is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 <= self.ratio <= 1:
+            problems.append(f"ratio={self.ratio!r}): expected a number from 0 to 1")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name == "host_param_nbytes":
@@ -98,6 +119,8 @@ class Offload:
                 f'host_param_nbytes={self.host_param_nbytes!r}): no parameters rest on a disk; add params="nvme", or '
                 "leave it out"
             )
+        if self.ratio != 1 and self.states != "cpu":
+            problems.append(f'ratio={self.ratio!r}): a part is offloaded with states="cpu" only; leave it out')
         if self.grads is not None and self.states is None:
             problems.append('grads="cpu"): the update needs them on the device; add states="cpu", or leave it out')
         return problems

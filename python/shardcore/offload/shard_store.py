@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from shardcore.mesh import Axis
     from shardcore.offload.policy import Offload
 
+
 _ALIGNMENT = 512
-"""Of the places in host memory, as direct transfers to disks want it."""
-_DEFAULT_NUM_SHARDS = 3
-"""The shard in use, the next on its way in, and the last on its way out."""
+"""Of places in host memory, as direct transfers to disks want it."""
 
 
 class ShardStore:
@@ -49,7 +48,7 @@ class ShardStore:
         self._shards = shards
         self._device = device
         self._places, file_nbytes = plan.place_tiles([(numel, [dtype.itemsize]) for numel, dtype in shards])
-        self._capacity = _room(offload, [nbytes for _, nbytes, _ in self._places])
+        self._capacity = offload.homes(device).room_nbytes([nbytes for _, nbytes, _ in self._places])
         pool = take_pool([("parameters on their way", self._capacity, torch.uint8)], axis, pin=offload.pin)
         self._memory = pool.tensor(self._capacity, torch.uint8)
         self.host_nbytes = pool.nbytes
@@ -252,15 +251,6 @@ class StoredShard:
     def note_device_read(self) -> None:
         """As :meth:`ShardStore.note_device_read`."""
         self.store.note_device_read(self.index)
-
-
-def _room(offload: Offload, shard_nbytes: Sequence[int]) -> int:
-    """Bytes of host memory: what was asked for, but room for the largest shard, and no more than for all."""
-    sizes = [_aligned(nbytes) for nbytes in shard_nbytes]
-    largest = max(sizes, default=0)
-    asked = offload.host_param_nbytes
-    wanted = _DEFAULT_NUM_SHARDS * largest if asked is None else asked // _ALIGNMENT * _ALIGNMENT
-    return min(max(wanted, largest), sum(sizes))
 
 
 def _aligned(nbytes: int) -> int:

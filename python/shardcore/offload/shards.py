@@ -38,6 +38,8 @@ class ShardMemory:
     master: torch.Tensor | None = None
     """Of no elements where masters rest on a disk."""
     grad: torch.Tensor | None = None
+    updates_on_host: bool = False
+    """Whether the CPU updates the masters."""
     grad_rests: bool = False
     """``grad`` is where reductions are summed up; else it is filled when all of a step's are complete."""
 
@@ -54,8 +56,12 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
     Raises:
         StorageError: the machine has less; the message has the sum, state by state. Or the disk has.
     """
+    homes = offload.homes(device)
+    on_host = homes.on_host([shard.numel if shard.trainable else None for shard in shards])
     wanted = [
-        (group, name, dtype) for group, shard in enumerate(shards) for name, dtype in _wanted(offload, shard, device)
+        (group, name, {"own": shard.param, "master": shard.master, "grad": shard.grad}[name])
+        for group, (shard, is_there) in enumerate(zip(shards, on_host, strict=True))
+        for name in homes.resting(on_host=is_there, masters_differ=shard.master != shard.param)
     ]
     listed = [(_WHAT[name], shards[group].numel, dtype) for group, name, dtype in wanted]
     pool = take_pool(listed, axis, pin=offload.pin)
@@ -70,19 +76,10 @@ def place_shards(offload: Offload, shards: Sequence[ShardSpec], device: torch.de
         store = ShardStore(offload, [(shard.numel, shard.param) for shard in shards], device, axis)
         for index, memory in enumerate(found):
             memory["stored"] = StoredShard(store, index)
-    return [ShardMemory(**memory, grad_rests=offload.grads == "cpu") for memory in found]
+    return [
+        ShardMemory(**memory, updates_on_host=is_there, grad_rests=offload.grads == "cpu" and is_there)
+        for memory, is_there in zip(found, on_host, strict=True)
+    ]
 
 
 _WHAT = {"own": "parameters", "master": "master weights", "grad": "gradients"}
-
-
-def _wanted(offload: Offload, shard: ShardSpec, device: torch.device) -> list[tuple[str, torch.dtype]]:
-    names = []
-    if offload.params == "cpu":
-        names.append(("own", shard.param))
-    if offload.states is not None and shard.trainable:
-        if offload.states == "cpu" and not (offload.params == "cpu" and shard.master == shard.param):
-            names.append(("master", shard.master))
-        if offload.grads == "cpu" or device.type != "cpu":
-            names.append(("grad", shard.grad))
-    return names

@@ -38,6 +38,8 @@ def sum_of_squares(root: ShardedRoot, held: Held) -> torch.Tensor:
     else:
         grads = held.counted_grads(root, lambda param: _counted(param, part, tensor_axis, expert_axis))
     norms = [torch.linalg.vector_norm(grad).to(torch.float64) for grad in grads]
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(root.device) for norm in norms]
     zero = torch.zeros((), dtype=torch.float64, device=root.device)
     squares = torch.stack(norms).square().sum().to(root.device) if norms else zero
     squares = comm.sum_over_ranks(squares, root.shard_axis, "gradient norm")

@@ -26,7 +26,7 @@ class Held:
         """Trainable ones, by model."""
         self.groups: list[ShardedGroup] = []
         """Trainable groups that hold any of them."""
-        self._ranges: dict[ShardedRoot, list[tuple[ShardedGroup, int, int]]] = {root: [] for root in roots}
+        self._ranges: dict[ShardedRoot, list[tuple[ShardedGroup, int, int | None]]] = {root: [] for root in roots}
         for root in roots:
             for group in root.groups:
                 mine = [slot for slot in group.slots if slot.param in self.params]
@@ -57,10 +57,12 @@ class Held:
         return found
 
     def multiply(self, factor: float | torch.Tensor) -> None:
-        """Scale the gradients in place."""
-        for root in self._ranges:
-            for grad in self.grads(root):
-                grad.mul_(factor)
+        """Scale the gradients in place, on whichever device they are."""
+        found: dict[torch.device, float | torch.Tensor] = {}
+        for grad in [grad for root in self._ranges for grad in self.grads(root)]:
+            if grad.device not in found:
+                found[grad.device] = factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+            grad.mul_(found[grad.device])
 
     def with_gradient(self, roots: Sequence[ShardedRoot]) -> dict[nn.Parameter, bool]:
         """Finish the window: for each parameter, whether any rank has a gradient. Collective."""
@@ -97,9 +99,9 @@ def _is_constant(scale: LossScale) -> bool:
     return isinstance(scale, ConstantScale)
 
 
-def _ranges(group: ShardedGroup, mine: Sequence[ParameterSlot]) -> list[tuple[ShardedGroup, int, int]]:
+def _ranges(group: ShardedGroup, mine: Sequence[ParameterSlot]) -> list[tuple[ShardedGroup, int, int | None]]:
     """The whole shard where all parameters are held, else the pieces of those that are."""
     if len(mine) == len(group.slots):
-        return [(group, 0, group.shard_numel)]
+        return [(group, 0, None)]
     pieces = [group.local_range(slot) for slot in mine]
     return [(group, offset, offset + stop - start) for start, stop, offset in pieces]

@@ -42,9 +42,14 @@ def common_offload(roots: Sequence[ShardedRoot]) -> Offload:
     return found[0]
 
 
-def on_host(inner: torch.optim.Optimizer, roots: Sequence[ShardedRoot]) -> torch.optim.Optimizer:
+def on_host(
+    inner: torch.optim.Optimizer, roots: Sequence[ShardedRoot], tensors: Sequence[Sequence[torch.Tensor]] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of the CPU kernels that gives what ``inner`` gives, over the same tensors; ``inner`` itself where
     there is none: torch then updates tensors in host memory, by any element-wise rule.
+
+    Args:
+        tensors: for each parameter group those that are updated there; None means all.
     """
     kernel = _KERNELS.get(type(inner))
     if kernel is CPUAdam and all(group.get("decoupled_weight_decay") for group in inner.param_groups):
@@ -55,7 +60,10 @@ def on_host(inner: torch.optim.Optimizer, roots: Sequence[ShardedRoot]) -> torch
     if kernel is None or asks_more or dtypes != {torch.float32}:
         return inner
     known = {"params", *inspect.signature(kernel).parameters}
-    return kernel([{key: value for key, value in group.items() if key in known} for group in inner.param_groups])
+    groups = [{key: value for key, value in group.items() if key in known} for group in inner.param_groups]
+    for group, params in zip(groups, tensors if tensors is not None else (), strict=tensors is not None):
+        group["params"] = list(params)
+    return kernel(groups)
 
 
 def allocate_states(inner: torch.optim.Optimizer, axis: Axis) -> None:

@@ -18,17 +18,16 @@ from shardcore.errors import ConfigError, StateError
 from shardcore.optim.agreement import OptionChanges, agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
-from shardcore.optim.hosted import allocate_states, common_offload, on_host
+from shardcore.optim.hosted import common_offload, on_host
 from shardcore.optim.loss_scale import ConstantScale, DynamicScale
-from shardcore.optim.pieces import Piece, cut_into_pieces, split, state_of
-from shardcore.optim.portable import Portable
+from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
+from shardcore.optim.single import OfOneParameter
 from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
-from shardcore.optim.tiled import TiledUpdate
 from shardcore.optim.tokens import count_tokens, tokens_per_rank
-from shardcore.optim.update import Update
-from shardcore.protocols import LossScale, ParameterSlot, ShardedGroup, ShardedOptimizerMark, ShardedRoot
+from shardcore.optim.updating import make_update
+from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
 
 _log = logging.getLogger("shardcore")
 _FIXED_GROUPS = (
@@ -85,7 +84,7 @@ def optimizer(
     return sharded
 
 
-class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
+class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark, torch.optim.Optimizer):
     """Runs an inner optimizer on this rank's pieces of the master weights.
 
     ``param_groups`` lists the model's own parameters with their options, so torch's schedulers work on it. ``step`` is
@@ -111,9 +110,9 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
-        if offload.states is not None:
+        if offload.states is not None and offload.ratio == 1:
             self.inner = on_host(self.inner, roots)
-        self._update = _make_update(self.inner, self._pieces, roots[0])
+        self._update = make_update(self.inner, self._pieces, roots)
         for public, inner in zip(groups, self.inner.param_groups, strict=True):
             for key, value in inner.items():
                 public.setdefault(key, value)
@@ -244,23 +243,6 @@ class ShardedOptimizer(Portable, private.ScalerAware, ShardedOptimizerMark, torc
         """The tensors of its states on this rank, of one dim or more."""
         values = [value for state in self.inner.state.values() for value in state.values()]
         return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
-
-    def local_state(self, slot: ParameterSlot, *, alone: bool = False) -> dict[str, Any]:
-        """This rank's state of one parameter: views of its piece, and whatever is one value for all; empty where there
-        is none.
-
-        Args:
-            alone: values that are one for all must not be those of other parameters too.
-        """
-        if isinstance(self._update, TiledUpdate):
-            raise StateError(
-                f"the optimizer state of {slot.name!r} rests on a disk (Offload(states='nvme')) and is here in steps "
-                "only; state_dict() of the optimizer has it"
-            )
-        if alone:
-            for piece in [piece for piece in self._pieces if slot in piece.slots and len(piece.slots) > 1]:
-                self._split(piece)
-        return state_of(self._pieces, self.inner, slot)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -463,15 +445,6 @@ def _build_inner(
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"{error} (parameters reach a sharded optimizer in pieces, as vectors)") from error
-
-
-def _make_update(inner: torch.optim.Optimizer, pieces: list[Piece], root: ShardedRoot) -> Update:
-    """How updates run, by where states rest. Collective over the data-parallel axis."""
-    if root.offload.states == "nvme":
-        return TiledUpdate(inner, pieces, root)
-    if root.offload.states == "cpu":
-        allocate_states(inner, root.data_axis)
-    return Update(inner)
 
 
 def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:

@@ -54,11 +54,10 @@ def set_full_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     if name not in local.values:
         return
     if not per_element:
-        _set_scalar(_optimizer_of(slot, "set_full_state").local_state(slot, alone=True), name, value)
+        _set_scalar(slot, local.values, name, value, "set_full_state")
         return
-    slot.group.root.about_to_change()
     start, stop, _ = slot.group.local_range(slot)
-    local.values[name].copy_(value.reshape(-1)[start:stop])
+    _optimizer_of(slot, "set_full_state").set_local_state(slot, name, value.reshape(-1)[start:stop])
 
 
 def local_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
@@ -93,18 +92,17 @@ def set_local_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None
     if not local:
         raise StateError(_no_state_yet(slot, "set_local_state"))
     _check_name(slot, name, sorted(local), "set_local_state")
-    slot.group.root.about_to_change()
     value = torch.as_tensor(value)
     target = local[name]
     if not isinstance(target, torch.Tensor) or target.dim() == 0:
-        _set_scalar(_optimizer_of(slot, "set_local_state").local_state(slot, alone=True), name, value)
+        _set_scalar(slot, local, name, value, "set_local_state")
         return
     if value.numel() != target.numel():
         raise ConfigError(
             f"set_local_state: this rank's piece of {name!r} of parameter {slot.name!r} has {target.numel()} elements, "
             f"got {value.numel()}"
         )
-    target.copy_(value.reshape(-1))
+    _optimizer_of(slot, "set_local_state").set_local_state(slot, name, value.reshape(-1))
 
 
 class _Existing:
@@ -196,11 +194,11 @@ def _agree_on_value(slot: ParameterSlot, value: torch.Tensor, shape: tuple[int, 
         )
 
 
-def _set_scalar(local: dict[str, Any], name: str, value: torch.Tensor) -> None:
-    """One value for all elements. What ``local`` holds is the optimizer's own tensor."""
+def _set_scalar(slot: ParameterSlot, local: dict[str, Any], name: str, value: torch.Tensor, what: str) -> None:
+    """One value for all elements."""
     if not isinstance(local[name], torch.Tensor):
         raise StateError(f"state {name!r} is a plain {type(local[name]).__name__} and cannot be set")
-    local[name].copy_(value.reshape(()))
+    _optimizer_of(slot, what).set_local_state(slot, name, value.reshape(()))
 
 
 def _check_name(slot: ParameterSlot, name: str, known: list[str], what: str) -> None:

@@ -67,10 +67,13 @@ from shardcore._core import (
     synthesize,
     to_megatron_layout,
 )
+from shardcore.plan.host_memory import Homes, HostMemory, host_memory
 from shardcore.plan.layers import partition_by_class
 
 __all__ = [
     "Action",
+    "Homes",
+    "HostMemory",
     "PipelineSchedule",
     "PrefetchCoordinator",
     "PrefetchPlan",
@@ -83,6 +86,7 @@ __all__ = [
     "first_difference",
     "from_megatron_layout",
     "groups",
+    "host_memory",
     "partition_by_class",
     "partition_layers",
     "partition_marked",

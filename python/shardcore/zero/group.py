@@ -49,6 +49,7 @@ class ShardGroup(Edits, JoinsGathers):
     ``stored``.
     """
 
+    state = ParamState.UNSHARDED
     pins = 0
     """Open contexts that show the whole parameters; while there are any, nothing is released."""
     exporting = False
@@ -94,7 +95,6 @@ class ShardGroup(Edits, JoinsGathers):
         """The ranks that hold one copy of the parameters together."""
         self.data_axis = data_axis
         """All that hold them, or shards of them."""
-        self.state = ParamState.UNSHARDED
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self.nbytes = self.full.untyped_storage().nbytes()
@@ -104,10 +104,8 @@ class ShardGroup(Edits, JoinsGathers):
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
         self.releases = policy.shards_params
         self._gathering = gathering
-        self._stored = memory.stored
         self._frees = self.releases and (shard_axis.size > 1 or memory.has_own)
-        self._own = self._make_own(memory.own)
-        self._master = self._make_master(precision.master_dtype(dtype), memory.master)
+        self._make_shard(memory, precision.master_dtype(dtype))
         self.versions = VersionCounters(self)
         self.note_versions()
         if self.releases:
@@ -305,6 +303,12 @@ class ShardGroup(Edits, JoinsGathers):
         if not agreed or mesh is None or axis.key != mesh["dp"].key:
             comm.broadcast(self.full, axis, 0, self.name).wait()
 
+    def _make_shard(self, memory: ShardMemory, master_dtype: torch.dtype) -> None:
+        self._stored = memory.stored
+        self.updates_on_host = memory.updates_on_host
+        self._own = self._make_own(memory.own)
+        self._master = self._make_master(master_dtype, memory.master)
+
     def _make_own(self, memory: torch.Tensor | None) -> torch.Tensor:
         own = self.full[self._slice]
         if self._stored is not None:
@@ -319,7 +323,8 @@ class ShardGroup(Edits, JoinsGathers):
         own = self.full[self._slice]
         if memory is not None:
             return memory if memory.numel() == 0 else memory.copy_(own)
-        if not self.trainable or (dtype == own.dtype and self._stored is None):
+        rest_together = self._stored is None and (self._own.device == own.device or self.updates_on_host)
+        if not self.trainable or (dtype == own.dtype and rest_together):
             return None
         return own.to(dtype, copy=True)
 

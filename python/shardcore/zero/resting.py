@@ -17,6 +17,8 @@ class RestingShard:
     """
 
     layout: ShardLayout
+    updates_on_host: bool
+    """Whether the CPU updates the masters."""
     _own: torch.Tensor
     _stored: StoredShard | None
     _master: torch.Tensor | None

@@ -15,7 +15,7 @@ from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, RankMismatchError, StateError
 from shardcore.mesh import Axis
-from shardcore.protocols import ParameterSlot, find_slot
+from shardcore.protocols import MASTER, ParameterSlot, ShardedOptimizerMark, find_slot
 from shardcore.zero.group import ShardGroup
 
 
@@ -30,7 +30,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor | None:
     slot = _slot_of(param, "full_master")
     if not slot.group.trainable:
         return None
-    return assemble(slot, _masters(slot.group))
+    return _assembled(slot, _master_piece(slot))
 
 
 def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -46,9 +46,13 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     slot = _slot_of(param, "set_full_master")
     _check_trainable(slot, "set_full_master")
-    _masters(slot.group)
+    _check_master_here(slot.group)
     agree_on_value(value, tuple(param.shape), slot, "set_full_master")
     write_whole(slot, value)
+    keeper = _keeper(slot)
+    if keeper is not None:  # unrounded
+        start, stop, _ = slot.group.local_range(slot)
+        keeper.set_local_state(slot, MASTER, value.reshape(-1)[start:stop])
 
 
 def local_master(param: nn.Parameter) -> torch.Tensor | None:
@@ -56,7 +60,7 @@ def local_master(param: nn.Parameter) -> torch.Tensor | None:
     parameter is frozen. Not collective.
     """
     slot = _slot_of(param, "local_master")
-    return _piece(slot, _masters(slot.group)).clone() if slot.group.trainable else None
+    return _master_piece(slot).clone() if slot.group.trainable else None
 
 
 def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -74,8 +78,9 @@ def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
     slot = _slot_of(param, "set_local_master")
     group = slot.group
     _check_trainable(slot, "set_local_master")
-    piece = _piece(slot, _masters(group))
-    problem = _misfit(value, (piece.numel(),), slot, flat=True)
+    _check_master_here(group)
+    start, stop, _ = group.local_range(slot)
+    problem = _misfit(value, (stop - start,), slot, flat=True)
     if not group.releases:
         problem = _first_problem(problem, group.shard_axis, slot)
     if problem is not None:
@@ -83,13 +88,10 @@ def set_local_master(param: nn.Parameter, value: torch.Tensor) -> None:
     group.root.about_to_change()
     if group.state.value != "sharded":
         group.complete(exact=False)
-    piece.copy_(value.reshape(-1))
-    if group.has_masters:
-        _piece(slot, group.own).copy_(piece)
+    _set_master_piece(slot, value.reshape(-1))
     if not group.releases:
-        _assemble_into(slot, group.own_to_read, group.full[slot.offset : slot.offset + slot.numel])
+        _assemble_into(slot, _piece(slot, group.own_to_read), group.full[slot.offset : slot.offset + slot.numel])
     elif group.state.value == "unsharded":
-        start, stop, _ = group.local_range(slot)
         group.full[slot.offset + start : slot.offset + stop].copy_(_piece(slot, group.own_to_read))
     _note_write(slot)
 
@@ -109,7 +111,7 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
     group = slot.group
     if group.grads is None or not _settled(slot):
         return None
-    return assemble(slot, group.grads.shard).div_(group.root.gradient_scale(slot))
+    return _assembled(slot, _piece(slot, group.grads.shard)).div_(group.root.gradient_scale(slot))
 
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -174,10 +176,10 @@ def update_full_grads(
             set_full_grad(param, function(grad, param))
 
 
-def assemble(slot: ParameterSlot, shard: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of one parameter from every rank's shard [shard_numel]. Collective over the shard axis."""
-    whole = shard.new_empty(slot.numel)
-    _assemble_into(slot, shard, whole)
+def _assembled(slot: ParameterSlot, piece: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of one parameter from every rank's piece. Collective over the shard axis."""
+    whole = piece.new_empty(slot.numel)
+    _assemble_into(slot, piece, whole)
     return whole.view(slot.param.shape)
 
 
@@ -235,16 +237,43 @@ def _check_trainable(slot: ParameterSlot, what: str) -> None:
         )
 
 
-def _masters(group: ShardGroup) -> torch.Tensor:
-    """This rank's masters, with what the user wrote into whole parameters."""
+def _check_master_here(group: ShardGroup) -> None:
+    """Masters have what the user wrote into whole parameters."""
     group.root.check_here("hp_params" if group.has_masters else "lp_params", what="reading a master weight")
-    if group.masters_are_away:
-        raise StateError(
-            f"reading a master weight of {group.name}: masters rest on a disk (Offload(states='nvme')) and are here in "
-            "steps only; the optimizer's state_dict() has them"
-        )
     group.adopt_edits_if_any()
-    return group.master
+
+
+def _keeper(slot: ParameterSlot) -> ShardedOptimizerMark | None:
+    """The optimizer with whose states the master rests on a disk, if it does."""
+    if not slot.group.masters_are_away:
+        return None
+    holding = [each for each in slot.group.root.live_optimizers() if each.holds(slot.param)]
+    return holding[-1] if holding else None
+
+
+def _master_piece(slot: ParameterSlot) -> torch.Tensor:
+    """This rank's piece of the master weight."""
+    group = slot.group
+    _check_master_here(group)
+    keeper = _keeper(slot)
+    if keeper is not None:
+        return keeper.local_master(slot)
+    return (
+        _piece(slot, group.own_to_read).to(group.master.dtype) if group.masters_are_away else _piece(slot, group.master)
+    )
+
+
+def _set_master_piece(slot: ParameterSlot, value: torch.Tensor) -> None:
+    """Set this rank's piece of the master weight, and the shard of the parameter."""
+    group, keeper = slot.group, _keeper(slot)
+    if keeper is not None:
+        keeper.set_local_state(slot, MASTER, value)
+        return
+    if not group.masters_are_away:
+        value = _piece(slot, group.master).copy_(value)
+    if group.has_masters:
+        _piece(slot, group.own).copy_(value)
+    group.num_edits += group.masters_are_away
 
 
 def _settled(slot: ParameterSlot, *, force: bool = False) -> bool:
@@ -286,14 +315,14 @@ def _piece(slot: ParameterSlot, shard: torch.Tensor) -> torch.Tensor:
     return shard[offset : offset + stop - start]
 
 
-def _assemble_into(slot: ParameterSlot, shard: torch.Tensor, whole: torch.Tensor) -> None:
+def _assemble_into(slot: ParameterSlot, piece: torch.Tensor, whole: torch.Tensor) -> None:
     axis = slot.group.shard_axis
     works = []
     for position in range(axis.size):
         start, stop, _ = slot.group.range_of_rank(slot, position)
         part = whole[start:stop]
         if position == axis.rank:
-            part.copy_(_piece(slot, shard))
+            part.copy_(piece)
         works.append(comm.broadcast(part, axis, position, slot.name))
     for work in works:
         work.wait()

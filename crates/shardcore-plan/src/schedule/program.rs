@@ -174,11 +174,11 @@ impl Schedule {
         if programs.len() != num_ranks as usize {
             return Err(PlanError::NumPrograms { got: programs.len(), num_ranks });
         }
-        let schedule = Self { header, programs, lowered };
+        let schedule = Self { header, programs, lowered: None };
         for (rank, program) in schedule.programs.iter().enumerate() {
             for (position, &action) in program.iter().enumerate() {
                 let next = program.get(position + 1).copied();
-                schedule.check_action(action, next).map_err(|reason| PlanError::BadAction {
+                schedule.check_action(action, next, lowered.is_some()).map_err(|reason| PlanError::BadAction {
                     rank,
                     position,
                     action: action.to_string(),
@@ -186,10 +186,11 @@ impl Schedule {
                 })?;
             }
         }
-        Ok(schedule)
+        let lowered = lowered.map(|lowering| lowering.completed(&schedule));
+        Ok(Self { lowered, ..schedule })
     }
 
-    fn check_action(&self, action: Action, next: Option<Action>) -> Result<(), String> {
+    fn check_action(&self, action: Action, next: Option<Action>, lowered: bool) -> Result<(), String> {
         let Action { kind, stage, microbatch, .. } = action;
         let (num_stages, num_units) = (self.num_stages(), self.header.num_units());
         if stage >= num_stages {
@@ -201,10 +202,10 @@ impl Schedule {
         if !kind.has_microbatch() && microbatch != 0 {
             return Err(format!("{kind} is for no micro-batch: expected 0, got {microbatch}"));
         }
-        if self.lowered.is_none() && !kind.is_compute() {
+        if !lowered && !kind.is_compute() {
             return Err("only a lowered schedule has more than F, B, I and W; use Schedule::new_lowered".to_owned());
         }
-        if action.slot != 0 && !(kind.has_slot() && self.lowered.is_some()) {
+        if action.slot != 0 && !(kind.has_slot() && lowered) {
             return Err("only receives, F, B and I of a lowered schedule have a slot".to_owned());
         }
         if action.with_next && !(kind.is_compute() && next.is_some_and(|next| next.kind.is_compute())) {

@@ -24,7 +24,7 @@ use ActionKind::{
 fn lowering() -> impl Strategy<Value = Lowering> {
     let reduce = prop::sample::select(ReduceTiming::ALL.to_vec());
     let optimizer = prop::sample::select(OptimizerStep::ALL.to_vec());
-    (prop::option::of(0_u8..4), reduce, optimizer, 1_u32..4, 1_u32..4, any::<bool>()).prop_map(
+    (prop::option::of(0_u8..4), reduce, optimizer, prop::option::of(1_u32..4), 1_u32..4, any::<bool>()).prop_map(
         |(zero_stage, reduce, optimizer, receives_ahead, max_unsharded, tie)| Lowering {
             zero_stage,
             reduce: if matches!(zero_stage, Some(2 | 3)) { reduce } else { ReduceTiming::Once },
@@ -233,7 +233,7 @@ fn widest(compute: &Schedule, lowering: &Lowering) -> u32 {
 /// All laws of one lowered schedule.
 fn check_lowered(compute: &Schedule, lowering: &Lowering) -> Result<(), TestCaseError> {
     let lowered = timed::lowered(compute, &fitted(lowering, compute.placement()));
-    let receives_ahead = lowered.lowering().unwrap().receives_ahead as usize;
+    let receives_ahead = lowered.lowering().unwrap().receives_ahead.unwrap() as usize;
     let max_unsharded = lowered.lowering().unwrap().max_unsharded;
     prop_assert_eq!(max_unsharded, lowering.max_unsharded.max(widest(compute, lowering)));
     prop_assert_eq!(lowered.header().comm, CommModel::Blocking);
@@ -310,7 +310,7 @@ proptest! {
     #[test]
     fn slots_follow_what_is_alive(schedule in named()) {
         let schedule = timed::lowered(&schedule, &Lowering::default());
-        let ahead = schedule.lowering().unwrap().receives_ahead as usize;
+        let ahead = schedule.lowering().unwrap().receives_ahead.unwrap() as usize;
         for program in schedule.programs() {
             let slots = check_slots(program, false).map_err(TestCaseError::fail)?;
             let alive = peak(program).unwrap();
@@ -464,7 +464,7 @@ fn options_that_do_not_fit_are_refused() {
     let refused = |lowering: Lowering| schedule.lower(&lowering).unwrap_err().to_string();
     let lowering = Lowering::default;
     assert!(refused(Lowering { zero_stage: Some(4), ..lowering() }).contains("zero_stage is 4: expected 0, 1, 2 or 3"));
-    assert!(refused(Lowering { receives_ahead: 0, ..lowering() }).contains("receives_ahead is 0"));
+    assert!(refused(Lowering { receives_ahead: Some(0), ..lowering() }).contains("receives_ahead is 0"));
     assert!(refused(Lowering { max_unsharded: 0, ..lowering() }).contains("max_unsharded is 0"));
     for (group, reason) in
         [(vec![0, 2], "stage 2 is out of range"), (vec![0], "two different"), (vec![0, 0], "two different")]
@@ -481,7 +481,7 @@ fn fewer_receives_ahead_than_a_program_needs_are_refused() {
     let header = Header::new("reversed", Placement::looped(2, 1).unwrap(), 4);
     let forwards = |stage, units: [u32; 4]| units.map(|unit| Action::forward(stage, unit)).to_vec();
     let schedule = Schedule::new(header, vec![forwards(0, [0, 1, 2, 3]), forwards(1, [3, 2, 1, 0])]).unwrap();
-    let with = |receives_ahead| schedule.lower(&Lowering { receives_ahead, ..Lowering::default() });
+    let with = |ahead| schedule.lower(&Lowering { receives_ahead: Some(ahead), ..Lowering::default() });
     let refused = with(2).unwrap_err().to_string();
     assert!(refused.starts_with("receives_ahead is 2, but this program cannot run with fewer than 4"), "{refused}");
     check::check(&with(4).unwrap()).unwrap();

@@ -10,7 +10,7 @@ use crate::mutation::{Dice, Programs, find, kill, shift};
 use crate::timed::{any_flat, lowered};
 
 fn any_lowered() -> impl Strategy<Value = Schedule> {
-    (any_flat(), 1_u32..=3)
+    (any_flat(), prop::option::of(1_u32..=3))
         .prop_map(|(schedule, receives_ahead)| lowered(&schedule, &Lowering { receives_ahead, ..Lowering::default() }))
 }
 
@@ -110,7 +110,7 @@ fn dangling_receive(schedule: &Schedule, programs: &mut Programs, dice: &mut Dic
 
 /// A receive is posted while as many as may be are not used yet.
 fn receive_too_far_ahead(schedule: &Schedule, programs: &mut Programs, dice: &mut Dice) -> Option<()> {
-    let most = schedule.lowering()?.receives_ahead;
+    let most = schedule.lowering()?.receives_ahead?;
     let mut places = Vec::new();
     for (rank, program) in programs.iter().enumerate() {
         for (at, receive) in program.iter().enumerate().filter(|(_, action)| action.kind.is_recv()) {

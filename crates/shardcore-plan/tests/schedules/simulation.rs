@@ -53,7 +53,7 @@ proptest! {
     /// What lowering adds costs nothing without latency; with latency only rendezvous waits for late receives.
     #[test]
     fn lowered_programs_take_what_their_compute_takes(schedule in program(), times in times(), ahead in 1_u32..4) {
-        let lowered = lowered(&schedule, &Lowering { receives_ahead: ahead, ..Lowering::default() });
+        let lowered = lowered(&schedule, &Lowering { receives_ahead: Some(ahead), ..Lowering::default() });
         let buffered = Header { comm: CommModel::Buffered, ..lowered.header().clone() };
         let buffered =
             Schedule::new_lowered(buffered, lowered.programs().to_vec(), lowered.lowering().unwrap().clone()).unwrap();
@@ -74,8 +74,8 @@ proptest! {
     ) {
         let schedule = gated(&schedule, if own { Gating::Own } else { Gating::All });
         let costs = per_stage(&schedule, times);
-        let with = |receives_ahead| schedule.lower_for(&Lowering { receives_ahead, ..Lowering::default() }, &costs);
-        let lowered = with(schedule.header().num_units() + ahead).unwrap();
+        let receives_ahead = Some(schedule.header().num_units() + ahead);
+        let lowered = schedule.lower_for(&Lowering { receives_ahead, ..Lowering::default() }, &costs).unwrap();
         let (direct, found) = (simulate(&schedule, &costs).unwrap(), simulate(&lowered, &costs).unwrap());
         prop_assert_eq!((found.makespan, found.span), (direct.makespan, direct.span));
     }

@@ -54,18 +54,25 @@ pub(crate) fn simulated(schedule: &Schedule, spec: &CostSpec) -> Simulation {
     simulate(schedule, &costs_of(schedule, spec)).unwrap()
 }
 
-/// The schedule lowered as asked for, or with as many receives ahead as it needs at least.
+/// The schedule lowered as asked for, or with as many receives ahead as it needs at least. Where no number is asked for,
+/// lowering itself finds that one.
 pub(crate) fn lowered(schedule: &Schedule, lowering: &Lowering) -> Schedule {
-    let given = lowering.receives_ahead;
     let with = |receives_ahead| schedule.lower(&Lowering { receives_ahead, ..lowering.clone() });
-    match with(given) {
-        Err(PlanError::TooFewReceives { given: told, needed }) => {
-            assert!(told == given && needed > given, "{told} {needed}");
-            assert!(matches!(with(needed - 1), Err(PlanError::TooFewReceives { .. })), "{needed} is not the least");
-            with(needed).unwrap()
+    let least = |result: Result<Schedule, PlanError>| match result {
+        Err(PlanError::TooFewReceives { given, needed }) => {
+            assert!(needed > given, "{needed} <= {given}");
+            let fewer = with(Some(needed - 1));
+            assert!(matches!(fewer, Err(PlanError::TooFewReceives { .. })), "{needed} is not the least");
+            needed
         }
-        result => result.unwrap(),
-    }
+        result => result.unwrap().lowering().unwrap().receives_ahead.unwrap(),
+    };
+    let Some(given) = lowering.receives_ahead else {
+        let lowered = with(None).unwrap();
+        assert_eq!(lowered.lowering().unwrap().receives_ahead, Some(least(with(Some(2)))));
+        return lowered;
+    };
+    with(Some(least(with(Some(given))))).unwrap()
 }
 
 /// The same programs with another gating of their composites.

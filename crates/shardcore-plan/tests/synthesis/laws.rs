@@ -70,16 +70,14 @@ fn never_worse_than_the_best_named_schedule_and_near_the_bound() {
     assert!(mean < 0.05, "mean gap {mean:.4}");
 }
 
-/// With a latency of at least a fifth of a forward, in the memory of ZB-H1: up to three micro-batches for two ranks, where
-/// filling and draining count. With up to two a rank the mean gain over 1,000 is 2.97%; with more, ZB-H1 comes close to
-/// the bound itself.
-#[test]
-fn beats_zb_h1_by_three_per_cent_where_messages_are_slow() {
+/// What synthesis gains on ZB-H1 in its memory, with uneven stages and a latency of a fifth of a forward to a whole one,
+/// and what the bound proves to be the most that any schedule can gain: means over random requests of one to
+/// `1 + halves / 2` micro-batches a rank. Never less than nothing.
+fn gain_on_zb_h1(halves: u32, count: u32) -> [f64; 2] {
     let mut dice = Dice::new(7);
-    let count = cases(60, 1_000);
     let mut request = || {
         let ranks = 4 + dice.below(5);
-        let microbatches = ranks + dice.below(ranks / 2 + 1);
+        let microbatches = ranks + dice.below(halves * ranks / 2 + 1);
         let mut uneven = |mean: f64| -> Vec<f64> { (0..ranks).map(|_| mean * (0.7 + 0.6 * dice.unit())).collect() };
         let (forward, input, weight) = (uneven(1.0), uneven(1.1), uneven(0.8));
         let mut costs = CostSpec::default().with_hop(0.2 + 0.8 * dice.unit());
@@ -90,10 +88,26 @@ fn beats_zb_h1_by_three_per_cent_where_messages_are_slow() {
     let gains = on_all_cores(&requests, |_, request| {
         let ranks = request.placement.num_ranks();
         let named = build(ScheduleName::ZbH1, ranks, request.num_microbatches, None, None).unwrap();
-        1.0 - verified(request, f64::from(ranks)).value / simulated(&named, &request.costs).makespan
+        let (found, named) = (verified(request, f64::from(ranks)), simulated(&named, &request.costs).makespan);
+        assert!(found.value <= named * (1.0 + 1e-12), "{} > {named}\n{request:?}", found.value);
+        [found.value, found.lower_bound].map(|time| 1.0 - time / named)
     });
-    let mean = gains.iter().sum::<f64>() / f64::from(count);
-    assert!(mean >= 0.03, "mean gain {mean:.4}");
+    [0, 1].map(|which| gains.iter().map(|gain| gain[which]).sum::<f64>() / f64::from(count))
+}
+
+/// Up to three micro-batches for two ranks, where filling and draining count.
+#[test]
+fn beats_zb_h1_by_three_per_cent_where_messages_are_slow() {
+    let [gain, most] = gain_on_zb_h1(1, cases(60, 1_000));
+    assert!(gain >= 0.03, "mean gain {gain:.4} of at most {most:.4}");
+}
+
+/// With more micro-batches ZB-H1 itself comes close to what can be: among those of up to three a rank, many are proven to
+/// leave less than 3%, and the mean gain is what is left of it.
+#[test]
+fn gains_on_zb_h1_also_with_many_micro_batches() {
+    let [gain, most] = gain_on_zb_h1(4, cases(60, 1_000));
+    assert!(gain >= 0.015, "mean gain {gain:.4} of at most {most:.4}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #![allow(clippy::float_cmp, reason = "sums of whole numbers are exact")]
 
 use shardcore_plan::schedule::check::{check, memory};
-use shardcore_plan::schedule::{CostSpec, Costs, Objective, Placement, Request, synthesize};
+use shardcore_plan::schedule::{CostSpec, Costs, Objective, Placement, Request, ScheduleName, build, synthesize};
 
 use crate::simulated;
 use Objective::{Makespan, Span};
@@ -72,6 +72,25 @@ fn every_small_case_of_a_linear_placement_is_optimal() {
 fn every_small_case_of_the_v_placement_is_optimal() {
     for case in ON_V {
         reach(&Placement::v_shape(case.0[0]).unwrap(), 2.0, case);
+    }
+}
+
+/// With uniform costs, no latency and room for as many micro-batches as there are ranks, no order of more is shorter than
+/// ZB-H1's: the bound proves it.
+#[test]
+fn zb_h1_is_optimal_at_uniform_costs_without_latency() {
+    let costs = [[1.0, 1.0, 1.0], [2.0, 2.0, 1.0], [2.0, 3.0, 1.0], [3.0, 3.0, 2.0], [1.0, 2.0, 2.0], [2.0, 1.0, 2.0]];
+    for ranks in [2, 3, 4, 6, 8] {
+        for microbatches in [ranks + 1, 2 * ranks + 1, 4 * ranks] {
+            for [forward, input, weight] in costs {
+                let spec = CostSpec::uniform(forward, input, weight);
+                let named = build(ScheduleName::ZbH1, ranks, microbatches, None, None).unwrap();
+                let request = Request::new(named.placement().clone(), microbatches, spec.clone());
+                let found = synthesize(&request.with_cap(f64::from(ranks))).unwrap();
+                let expected = [simulated(&named, &spec).makespan; 2];
+                assert_eq!([found.value, found.lower_bound], expected, "p={ranks} m={microbatches} {spec:?}");
+            }
+        }
     }
 }
 

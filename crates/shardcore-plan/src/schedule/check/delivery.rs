@@ -106,6 +106,20 @@ impl Lane {
     pub(super) fn waiting(&self) -> &[u32] {
         &self.queue[self.head..]
     }
+
+    fn push(&mut self, position: usize) {
+        self.queue.push(u32::try_from(position).unwrap_or(u32::MAX));
+    }
+
+    /// The first has been matched.
+    fn pop(&mut self) {
+        self.head += 1;
+        if self.head == self.queue.len() {
+            // Mostly nothing is left: the queue stays short, and in the cache.
+            self.queue.clear();
+            self.head = 0;
+        }
+    }
 }
 
 /// Which lane and which directed edge the sends and receives of a stage use. One entry per kind and stage.
@@ -360,12 +374,43 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let lane = self.lane_of(action);
-        self.lanes[lane].queue.push(u32::try_from(position).unwrap_or(u32::MAX));
-        self.outstanding[rank] += 1;
         if matches!(self.delivery, Delivery::Capacity(_)) && action.kind.is_send() {
             self.full[rank] = Some(lane);
         }
-        if self.lanes[lane].waiting().len() == 1 { self.settle(lane) } else { Ok(()) }
+        let partner = if self.lanes[lane].waiting().is_empty() { self.partner(rank, position, action)? } else { None };
+        let Some(mirror) = partner else {
+            self.lanes[lane].push(position);
+            self.outstanding[rank] += 1;
+            return Ok(());
+        };
+        let message = self.message(action).0;
+        self.there[message] = true;
+        self.pass(mirror);
+        self.settle(mirror)
+    }
+
+    /// The lane whose first is the other end of a send or a receive that is the first of its own; `None` if there is none
+    /// yet.
+    fn partner(&self, rank: usize, position: usize, action: &Action) -> Result<Option<usize>, Stuck> {
+        let mirror = self.routes.mirror[route(action)] as usize;
+        let Some((other_at, other)) = self.first_of(mirror) else { return Ok(None) };
+        if self.routes.edge[route(action)] != self.routes.edge[route(other)]
+            || action.kind.is_send() == other.kind.is_send()
+        {
+            return Ok(None);
+        }
+        if self.message(action) == self.message(other) {
+            return Ok(Some(mirror));
+        }
+        Err(Stuck::Mismatch((rank, position), (self.lanes[mirror].rank, other_at)))
+    }
+
+    /// The first of a lane has met its other end.
+    fn pass(&mut self, lane: usize) {
+        let rank = self.lanes[lane].rank;
+        self.lanes[lane].pop();
+        self.outstanding[rank] -= 1;
+        self.wake(rank);
     }
 
     /// The lane of a send or a receive, where there are lanes.
@@ -377,23 +422,12 @@ impl<'a> Run<'a> {
     fn settle(&mut self, lane: usize) -> Result<(), Stuck> {
         self.touched.push(lane);
         while let Some(lane) = self.touched.pop() {
-            let Some((at, one)) = self.first_of(lane) else { continue };
-            let mirror = self.routes.mirror[route(one)] as usize;
-            let Some((other_at, other)) = self.first_of(mirror) else { continue };
-            let facing = self.routes.edge[route(one)] == self.routes.edge[route(other)]
-                && one.kind.is_send() != other.kind.is_send();
-            if !facing {
-                continue;
-            }
-            let (ranks, message) = ([self.lanes[lane].rank, self.lanes[mirror].rank], self.message(one));
-            if message != self.message(other) {
-                return Err(Stuck::Mismatch((ranks[0], at), (ranks[1], other_at)));
-            }
-            self.there[message.0] = true;
-            for (rank, lane) in ranks.into_iter().zip([lane, mirror]) {
-                self.lanes[lane].head += 1;
-                self.outstanding[rank] -= 1;
-                self.wake(rank);
+            let Some((position, action)) = self.first_of(lane) else { continue };
+            let Some(mirror) = self.partner(self.lanes[lane].rank, position, action)? else { continue };
+            let message = self.message(action).0;
+            self.there[message] = true;
+            for lane in [lane, mirror] {
+                self.pass(lane);
                 self.touched.push(lane);
             }
         }

@@ -7,6 +7,7 @@ use super::fault::{Fault, FaultKind, Place};
 use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::flow::{Flow, NO_STAGE};
+use crate::schedule::lower::Lowering;
 use crate::schedule::program::Schedule;
 use crate::table::counted;
 
@@ -219,7 +220,7 @@ impl Slots {
         let lowering = schedule.lowering()?;
         Some(Self {
             ahead: vec![[0; 2]; flow.num_stages],
-            most_ahead: lowering.receives_ahead,
+            most_ahead: lowering.most_receives_ahead(),
             held: vec![Vec::new(); 2 * flow.num_stages],
             of: vec![0; 2 * flow.num_cells()],
             last_use,
@@ -394,7 +395,7 @@ impl Pass<'_> {
                 unread.retain(|&earlier| program[earlier].microbatch != action.microbatch);
             }
         }
-        let most = self.schedule.lowering().map_or(0, |lowering| lowering.receives_ahead);
+        let most = self.schedule.lowering().map_or(0, Lowering::most_receives_ahead);
         let message = format!(
             "{place} is posted with {} of stage {stage} before it that nothing has used, and receives_ahead is {most}: \
              post it behind a computation that uses one, or lower with a larger receives_ahead",

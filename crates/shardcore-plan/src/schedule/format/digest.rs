@@ -38,7 +38,7 @@ fn encode_lowering(encoder: &mut Encoder, lowering: &Lowering) {
     encoder.text(lowering.optimizer.name());
     encoder.count(lowering.tied.len());
     lowering.tied.iter().for_each(|group| encoder.numbers(group));
-    encoder.number(lowering.receives_ahead.into());
+    encoder.number(lowering.most_receives_ahead().into());
     encoder.number(lowering.max_unsharded.into());
 }
 

@@ -129,7 +129,7 @@ impl<'a> LoweringDocument<'a> {
             reduce: lowering.reduce.name().into(),
             optimizer: lowering.optimizer.name().into(),
             tied: lowering.tied.as_slice().into(),
-            receives_ahead: lowering.receives_ahead,
+            receives_ahead: lowering.most_receives_ahead(),
             max_unsharded: lowering.max_unsharded,
         }
     }
@@ -140,7 +140,7 @@ impl<'a> LoweringDocument<'a> {
             reduce: ReduceTiming::from_name(&self.reduce)?,
             optimizer: OptimizerStep::from_name(&self.optimizer)?,
             tied: self.tied.into_owned(),
-            receives_ahead: self.receives_ahead,
+            receives_ahead: Some(self.receives_ahead),
             max_unsharded: self.max_unsharded,
         })
     }

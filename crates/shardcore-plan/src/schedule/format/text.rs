@@ -53,7 +53,7 @@ impl Schedule {
             line("reduce", &lowering.reduce);
             line("optimizer", &lowering.optimizer);
             line("tied", &tied_text(&lowering.tied));
-            line("receives_ahead", &lowering.receives_ahead);
+            line("receives_ahead", &lowering.most_receives_ahead());
             line("max_unsharded", &lowering.max_unsharded);
         }
         for (rank, program) in self.programs().iter().enumerate() {
@@ -203,7 +203,7 @@ impl<'a> Reader<'a> {
                 reduce: self.named("reduce", ReduceTiming::from_name)?,
                 optimizer: self.named("optimizer", OptimizerStep::from_name)?,
                 tied: self.tied()?,
-                receives_ahead: self.number("receives_ahead")?,
+                receives_ahead: Some(self.number("receives_ahead")?),
                 max_unsharded: self.number("max_unsharded")?,
             })),
             other => Err(self.error(0, format!("expected \"yes\" or \"no\", got {:?}", shortened(other)))),

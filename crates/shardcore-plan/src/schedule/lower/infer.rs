@@ -7,6 +7,12 @@ use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::program::Schedule;
 
 impl Lowering {
+    /// The same with a number for the receives ahead: the one given, or what the programs reach and at least 2.
+    pub(crate) fn completed(self, schedule: &Schedule) -> Self {
+        let reached = || self.most_receives_ahead().max(most_ahead(schedule));
+        Self { receives_ahead: Some(self.receives_ahead.unwrap_or_else(reached)), ..self }
+    }
+
     /// The least under which the actions of a lowered schedule can be right.
     ///
     /// Gathers mean `ZeRO` stage 3. Several reductions of a stage, or one before it sums over shared weights, mean one
@@ -30,7 +36,7 @@ impl Lowering {
             reduce: if per_microbatch { ReduceTiming::PerMicrobatch } else { ReduceTiming::Once },
             optimizer: optimizer(schedule),
             tied: tied(schedule),
-            receives_ahead: defaults.receives_ahead.max(most_ahead(schedule)),
+            receives_ahead: Some(defaults.most_receives_ahead().max(most_ahead(schedule))),
             max_unsharded: defaults.max_unsharded.max(most_unsharded(schedule)),
         }
     }

@@ -22,6 +22,8 @@ struct Message {
 /// What a stage of the rank at hand receives in one direction.
 #[derive(Clone, Default)]
 struct Stream {
+    /// The receives, in the order in which the program uses them.
+    receives: Vec<Message>,
     /// The gaps behind the computations that use a receive, in the order of the program.
     used: Vec<u32>,
     num_posted: usize,
@@ -37,16 +39,17 @@ pub(super) struct Messages<'a> {
 }
 
 impl<'a> Messages<'a> {
-    pub(super) fn new(times: &'a Times, gating: Gating, receives_ahead: u32) -> Self {
+    pub(super) fn new(times: &'a Times, gating: Gating) -> Self {
         let (planned, streams) = (Vec::new(), Vec::new());
-        Self { times, gating, receives_ahead: receives_ahead as usize, planned, streams }
+        Self { times, gating, receives_ahead: times.receives_ahead as usize, planned, streams }
     }
 
     /// The sends and receives of a rank that holds these stages, in their order: a send directly behind its
     /// computation, a receive as early as the order of the messages and the number of receives ahead allow.
     pub(super) fn of_rank(&mut self, rank: u32, stages: &[u32], program: &[Action]) -> Vec<Inserted> {
         self.collect(rank, stages, program);
-        self.planned.sort_unstable_by_key(|message| message.order);
+        // Fast on what `collect` leaves: a few runs that are in order already, or nearly.
+        self.planned.sort_by_key(|message| message.order);
         let mut latest = u32::MAX;
         for message in self.planned.iter_mut().rev() {
             latest = latest.min(message.latest);
@@ -64,38 +67,41 @@ impl<'a> Messages<'a> {
         inserted
     }
 
-    /// The messages in the order of the program.
+    /// The messages: first all sends, which leave in the order of the program, then stream after stream of receives.
     fn collect(&mut self, rank: u32, stages: &[u32], program: &[Action]) {
         self.planned.clear();
         for stream in &mut self.streams {
+            stream.receives.clear();
             stream.used.clear();
             stream.num_posted = 0;
         }
         self.streams.resize(2 * stages.len(), Stream::default());
         for (before, after, block) in blocks(program, self.gating) {
             for &action in block {
-                let receive = stages.binary_search(&action.stage).ok();
-                let receive = receive.and_then(|local| self.receive(rank, local, action, [before, after]));
-                self.planned.extend(receive);
+                if let Ok(local) = stages.binary_search(&action.stage) {
+                    self.receive(rank, local, action, [before, after]);
+                }
                 self.planned.extend(self.send(rank, action, after));
             }
         }
+        self.planned.extend(self.streams.iter().flat_map(|stream| &stream.receives));
     }
 
-    fn receive(&mut self, rank: u32, local: usize, action: Action, [before, after]: [u32; 2]) -> Option<Message> {
-        let (direction, source) = self.times.source(action).filter(|(_, source)| source.rank != rank)?;
+    fn receive(&mut self, rank: u32, local: usize, action: Action, [before, after]: [u32; 2]) {
+        let source = self.times.source(action).filter(|(_, source)| source.rank != rank);
+        let Some((direction, source)) = source else { return };
         let kind = match direction {
             Direction::Forward => ActionKind::RecvForward,
             Direction::Backward => ActionKind::RecvBackward,
         };
         let stream = 2 * local + direction as usize;
         self.streams[stream].used.push(after);
-        Some(Message {
+        self.streams[stream].receives.push(Message {
             order: self.times.order(direction, source.stage, action.microbatch),
             action: Action::new(kind, action.stage, action.microbatch),
             latest: before,
             stream: u32::try_from(stream).ok(),
-        })
+        });
     }
 
     fn send(&self, rank: u32, action: Action, after: u32) -> Option<Message> {

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `options` | what a program is lowered for |
 //! | `times` | when each result leaves at given costs; a program that cannot end is refused |
+//! | `waiting` | how many receives of a stage must be ahead |
 //! | `messages` | where a rank's sends and receives stand |
 //! | `slots` | which slot each receive fills |
 //! | `sharding`, `gathers` | where a rank reduces and steps, gathers and releases |
@@ -14,7 +15,7 @@
 //!
 //! All messages are put in one order: that in which they leave in a run of the programs where every computation and
 //! every hop takes its time, a stage takes no more receives ahead than it may, and a rank waits with a message that
-//! finds no room. Every rank posts its sends and receives in that order: a send directly after its computation, a
+//! finds no room. (Where that holds up all ranks for good, the bound is too low and goes up by one.) Every rank posts its sends and receives in that order: a send directly after its computation, a
 //! receive as early as its place and its room allow, which is before the computation that needs it and after no
 //! computation that needs a later message. So of all messages that are not delivered, the earliest has both ends posted,
 //! or they will be without waiting for another: the program runs even where each send and receive blocks its rank
@@ -34,6 +35,7 @@ mod sharding;
 mod slots;
 mod ties;
 mod times;
+mod waiting;
 
 pub use options::{Lowering, OptimizerStep, ReduceTiming};
 pub(crate) use ties::Ties;
@@ -60,7 +62,8 @@ impl Schedule {
     /// # Errors
     /// [`PlanError::BadAction`] for an action that can never run: on the wrong rank, twice, before what it needs, or in
     /// a cycle of ranks that wait for each other. [`PlanError::TooFewReceives`] for a program that needs more receives
-    /// ahead. [`PlanError::BadLowering`] for a schedule that is lowered already, and for options that do not fit it.
+    /// ahead than `lowering` allows. [`PlanError::BadLowering`] for a schedule that is lowered already, and for options
+    /// that do not fit it.
     pub fn lower(&self, lowering: &Lowering) -> Result<Self> {
         let every = vec![1.0; self.num_stages() as usize];
         self.lower_for(
@@ -88,8 +91,8 @@ impl Schedule {
         }
         lowering.check(self.placement())?;
         simulate::fit(self, costs)?;
-        let times = Times::new(self, lowering.receives_ahead, costs)?;
-        let mut messages = Messages::new(&times, self.header().gating, lowering.receives_ahead);
+        let times = Times::new(self, lowering, costs)?;
+        let mut messages = Messages::new(&times, self.header().gating);
         let mut slots = Slots::new(self);
         let sharding = Sharding::new(self, lowering);
         let lowered = |(rank, program): (u32, &Vec<Action>)| {
@@ -102,7 +105,8 @@ impl Schedule {
         let programs = (0..self.num_ranks()).zip(self.programs()).map(lowered).collect::<Result<_>>()?;
         let header = Header { comm: CommModel::Blocking, ..self.header().clone() };
         let max_unsharded = lowering.max_unsharded.max(sharding.widest());
-        Self::new_lowered(header, programs, Lowering { max_unsharded, ..lowering.clone() })
+        let receives_ahead = Some(times.receives_ahead);
+        Self::new_lowered(header, programs, Lowering { receives_ahead, max_unsharded, ..lowering.clone() })
     }
 }
 

@@ -43,13 +43,17 @@ pub struct Lowering {
     /// Groups of stages that share weights. A stage reduces its groups in this order, so all ranks agree on it. The
     /// two copies of each stage of a bidirectional placement are added by lowering.
     pub tied: Vec<Vec<u32>>,
-    /// The most receives of a stage and direction that are posted and not yet used, at least 1. With 2, a transfer
-    /// overlaps the computation before the one that needs it.
-    pub receives_ahead: u32,
+    /// The most receives of a stage and direction that are posted and not yet used, at least 1. `None`: 2, with which a
+    /// transfer overlaps the computation before the one that needs it, or the least with which the programs run, if that
+    /// is more. A lowered schedule has the number.
+    pub receives_ahead: Option<u32>,
     /// How many stages a rank gathers at once at `ZeRO` stage 3, at least 1. With 2, the next is gathered behind the
     /// computation of the one in use. Where one composite works on more stages, lowering raises it to them.
     pub max_unsharded: u32,
 }
+
+/// One transfer under way for each that is used.
+const USUAL_RECEIVES_AHEAD: u32 = 2;
 
 /// Communication only.
 impl Default for Lowering {
@@ -59,19 +63,25 @@ impl Default for Lowering {
             reduce: ReduceTiming::Once,
             optimizer: OptimizerStep::Absent,
             tied: Vec::new(),
-            receives_ahead: 2,
+            receives_ahead: None,
             max_unsharded: 2,
         }
     }
 }
 
 impl Lowering {
+    /// The bound on receives ahead: the one given, or the usual one.
+    #[must_use]
+    pub fn most_receives_ahead(&self) -> u32 {
+        self.receives_ahead.unwrap_or(USUAL_RECEIVES_AHEAD)
+    }
+
     pub(crate) fn check(&self, placement: &Placement) -> Result<()> {
         let at_least_1 = |what, value: u32| match value {
             0 => Err(PlanError::OutOfRange { what, value: 0, expected: "at least 1" }),
             _ => Ok(()),
         };
-        at_least_1("receives_ahead", self.receives_ahead)?;
+        at_least_1("receives_ahead", self.most_receives_ahead())?;
         at_least_1("max_unsharded", self.max_unsharded)?;
         if let Some(stage @ 4..) = self.zero_stage {
             return Err(PlanError::OutOfRange { what: "zero_stage", value: stage.into(), expected: "0, 1, 2 or 3" });

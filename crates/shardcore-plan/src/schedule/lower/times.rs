@@ -1,5 +1,7 @@
 //! When each result of a computation leaves, at given costs.
 
+use super::options::Lowering;
+use super::waiting::{Waiting, stream};
 use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
 use crate::schedule::costs::Costs;
@@ -43,6 +45,8 @@ struct Departure {
 /// them as programs and messages do, also where computations take no time.
 pub(super) struct Times {
     pub(super) links: Vec<Links>,
+    /// The most inputs of a stage and direction that wait for their use.
+    pub(super) receives_ahead: u32,
     num_units: usize,
     forward: Vec<Departure>,
     backward: Vec<Departure>,
@@ -51,33 +55,22 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// Runs every rank's program at given costs. A result stays with its rank, and the rank waits, while `window`
-    /// results that the receiving stage has not used are with the receiver.
+    /// Runs every rank's program at given costs. A result stays with its rank, and the rank waits, while as many results
+    /// as may be ahead are with the receiving stage and not used. Where that would hold up all ranks for good, one more
+    /// may.
     ///
     /// # Errors
-    /// [`PlanError::BadAction`] for an action that can never run, [`PlanError::TooFewReceives`] if only the window
-    /// stands in the way.
-    pub(super) fn new(schedule: &Schedule, window: u32, costs: &Costs) -> Result<Self> {
-        if let Ok(times) = Self::within(schedule, window, costs)? {
-            return Ok(times);
-        }
-        let num_units = schedule.header().num_units();
-        Self::within(schedule, num_units, costs)?.map_err(|stuck| *stuck)?;
-        // More room never hurts, so the least that is enough is found by bisection.
-        let (mut below, mut enough) = (window, num_units);
-        while enough - below > 1 {
-            let middle = below + (enough - below) / 2;
-            match Self::within(schedule, middle, costs)? {
-                Ok(_) => enough = middle,
-                Err(_) => below = middle,
+    /// [`PlanError::BadAction`] for an action that can never run; [`PlanError::TooFewReceives`] if more must be ahead
+    /// than the lowering allows.
+    pub(super) fn new(schedule: &Schedule, lowering: &Lowering, costs: &Costs) -> Result<Self> {
+        let run = Run::new(schedule, Waiting::new(schedule, lowering.most_receives_ahead()), costs);
+        let times = run.finish()?;
+        match lowering.receives_ahead {
+            Some(given) if given < times.receives_ahead => {
+                Err(PlanError::TooFewReceives { given, needed: times.receives_ahead })
             }
+            _ => Ok(times),
         }
-        Err(PlanError::TooFewReceives { given: window, needed: enough })
-    }
-
-    /// Inner error: why all ranks wait.
-    fn within(schedule: &Schedule, window: u32, costs: &Costs) -> Result<Result<Self, Box<PlanError>>> {
-        Run::new(schedule, Self::empty(schedule), Waiting::new(schedule, window), costs).finish()
     }
 
     fn empty(schedule: &Schedule) -> Self {
@@ -86,7 +79,8 @@ impl Times {
         let num_cells = num_units * placement.num_stages() as usize;
         let links = (0..placement.num_stages()).map(|stage| links(placement, stage)).collect();
         let never = vec![Departure { time: NEVER, turn: 0 }; num_cells];
-        Self { links, num_units, forward: never.clone(), backward: never, weights: vec![false; num_cells] }
+        let weights = vec![false; num_cells];
+        Self { links, receives_ahead: 0, num_units, forward: never.clone(), backward: never, weights }
     }
 
     /// The place of a result in the one order of all of them; no two have the same.
@@ -213,70 +207,49 @@ struct Rank {
     handed_on: usize,
 }
 
-/// How many inputs from other ranks each stage and direction has got, and when the latest of them were used.
-struct Waiting {
-    /// The most inputs that may wait, at least 1.
-    window: usize,
-    made: Vec<usize>,
-    used: Vec<usize>,
-    /// When the last `window` inputs of each stage and direction were used, in a ring; empty if all may wait.
-    ends: Vec<f64>,
-}
-
-impl Waiting {
-    fn new(schedule: &Schedule, window: u32) -> Self {
-        let num_units = schedule.header().num_units();
-        let num_streams = 2 * schedule.num_stages() as usize;
-        let ring = if window < num_units { num_streams * window as usize } else { 0 };
-        let counts = || vec![0; num_streams];
-        Self { window: window as usize, made: counts(), used: counts(), ends: vec![0.0; ring] }
+impl Rank {
+    /// Whether something that it has computed cannot leave.
+    fn lacks_room(&self) -> bool {
+        self.handed_on < self.position
     }
-
-    /// When there was room for the next input; `None` while there is none.
-    fn room(&self, stream: usize) -> Option<f64> {
-        match self.made[stream].checked_sub(self.window) {
-            Some(turn) if !self.ends.is_empty() => {
-                (turn < self.used[stream]).then(|| self.ends[stream * self.window + turn % self.window])
-            }
-            _ => Some(0.0),
-        }
-    }
-
-    fn take(&mut self, stream: usize, end: f64) {
-        if !self.ends.is_empty() {
-            self.ends[stream * self.window + self.used[stream] % self.window] = end;
-            self.used[stream] += 1;
-        }
-    }
-}
-
-/// The input of a stage in one direction.
-fn stream(direction: Direction, stage: u32) -> usize {
-    2 * stage as usize + direction as usize
 }
 
 impl<'a> Run<'a> {
-    fn new(schedule: &'a Schedule, times: Times, waiting: Waiting, costs: &'a Costs) -> Self {
+    fn new(schedule: &'a Schedule, waiting: Waiting, costs: &'a Costs) -> Self {
         let num_ranks = schedule.num_ranks() as usize;
         let (ranks, waiters) = (vec![Rank::default(); num_ranks], vec![Vec::new(); num_ranks]);
-        Self { schedule, costs, times, ranks, waiters, waiting, num_left: 0 }
+        Self { schedule, costs, times: Times::empty(schedule), ranks, waiters, waiting, num_left: 0 }
     }
 
-    /// The times, or why all ranks wait.
+    /// The times, and how many inputs of a stage and direction had to wait at most.
     ///
     /// # Errors
-    /// An action that can never run, whatever the others do.
-    fn finish(mut self) -> Result<Result<Times, Box<PlanError>>> {
+    /// An action that can never run, whatever the others do and however much room there is.
+    fn finish(mut self) -> Result<Times> {
+        self.go_on()?;
+        while self.ranks.iter().any(Rank::lacks_room) {
+            self.waiting.widen();
+            self.go_on()?;
+        }
+        let program = |rank: u32| &self.schedule.programs()[rank as usize];
+        let unfinished = |&rank: &u32| self.ranks[rank as usize].position < program(rank).len();
+        if let Some(rank) = (0..self.schedule.num_ranks()).find(unfinished) {
+            return Err(self.stuck(rank));
+        }
+        self.times.receives_ahead = u32::try_from(self.waiting.window()).unwrap_or(u32::MAX);
+        Ok(self.times)
+    }
+
+    /// Runs all ranks until each has ended or waits.
+    fn go_on(&mut self) -> Result<()> {
+        self.waiters.iter_mut().for_each(Vec::clear);
         let mut awake: Vec<u32> = (0..self.schedule.num_ranks()).rev().collect();
         while let Some(rank) = awake.pop() {
             if self.advance(rank)? {
                 awake.append(&mut self.waiters[rank as usize]);
             }
         }
-        let program = |rank: u32| &self.schedule.programs()[rank as usize];
-        let unfinished = |&rank: &u32| self.ranks[rank as usize].handed_on < program(rank).len();
-        let waiting = (0..self.schedule.num_ranks()).find(unfinished);
-        Ok(waiting.map_or(Ok(()), |rank| Err(Box::new(self.stuck(rank)))).map(|()| self.times))
+        Ok(())
     }
 
     fn rest(&self, rank: u32) -> &'a [Action] {
@@ -393,7 +366,7 @@ impl<'a> Run<'a> {
                     break;
                 };
                 clock = clock.max(room);
-                self.waiting.made[stream] += 1;
+                self.waiting.add(stream);
             }
             let cell = self.times.cell(action.stage, action.microbatch);
             let departure = Departure { time: clock, turn: self.num_left };

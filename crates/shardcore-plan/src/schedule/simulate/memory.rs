@@ -41,14 +41,20 @@ impl Ledger {
     pub(crate) fn walk(&mut self, rank: usize, program: &[Action], mut visit: impl FnMut(usize, f64, f64)) {
         self.counts.clear();
         self.counts.resize(self.sizes[rank].len(), 0.0);
-        let mut index = 0;
+        let (mut index, mut held) = (0, 0.0);
         while index < program.len() {
+            if !program[index].kind.is_compute() {
+                visit(index, held, held);
+                index += 1;
+                continue;
+            }
             let end = if self.together { composite_end(program, index) } else { index + 1 };
             program[index..end].iter().for_each(|action| self.begin(action));
             let during = self.held(rank);
             (index..end - 1).for_each(|part| visit(part, during, during));
             program[index..end].iter().for_each(|action| self.finish(action));
-            visit(end - 1, during, self.held(rank));
+            held = self.held(rank);
+            visit(end - 1, during, held);
             index = end;
         }
     }

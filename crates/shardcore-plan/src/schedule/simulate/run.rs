@@ -56,9 +56,8 @@ pub struct Simulator {
     ranks: Vec<Rank>,
     /// When each message is there, by its receiver: inputs of all forwards, then gradients for all input gradients.
     arrival: Vec<f64>,
-    /// When each message was sent and its receive posted, on lowered programs.
-    sent: Vec<f64>,
-    posted: Vec<f64>,
+    /// When each message was sent, and its receive posted, on lowered programs.
+    posted: Vec<[f64; 2]>,
     done: Vec<u8>,
     link_free: Vec<f64>,
     runnable: Vec<u32>,
@@ -69,18 +68,19 @@ pub struct Simulator {
 
 /// What can be learned from the event loop as it goes.
 trait Record {
-    fn action(&mut self, rank: usize, index: usize, start: f64, end: f64);
+    /// The next action of a rank has run.
+    fn action(&mut self, rank: usize, start: f64, end: f64);
 }
 
 impl Record for () {
     #[inline]
-    fn action(&mut self, _: usize, _: usize, _: f64, _: f64) {}
+    fn action(&mut self, _: usize, _: f64, _: f64) {}
 }
 
 impl Record for Vec<Vec<Interval>> {
     #[inline]
-    fn action(&mut self, rank: usize, index: usize, start: f64, end: f64) {
-        self[rank][index] = Interval { start, end };
+    fn action(&mut self, rank: usize, start: f64, end: f64) {
+        self[rank].push(Interval { start, end });
     }
 }
 
@@ -132,8 +132,7 @@ impl Simulator {
     pub fn simulate(&mut self, schedule: &Schedule, costs: &Costs, network: &Network) -> Result<Simulation> {
         let programs = schedule.programs();
         self.set(schedule.header(), schedule.is_lowered(), costs, network)?;
-        let nowhere = Interval { start: 0.0, end: 0.0 };
-        let mut intervals: Vec<_> = programs.iter().map(|program| vec![nowhere; program.len()]).collect();
+        let mut intervals: Vec<_> = programs.iter().map(|program| Vec::with_capacity(program.len())).collect();
         if !self.run(programs, &mut intervals) {
             return Err(check::why_stuck(schedule, network.overlap, &self.positions()));
         }
@@ -145,7 +144,8 @@ impl Simulator {
         let mut peak = vec![0.0_f64; programs.len()];
         let mut memory = Vec::with_capacity(programs.len());
         for (rank, program) in programs.iter().enumerate() {
-            let mut curve = Curve::default();
+            // What is not used of it costs nothing.
+            let mut curve = Curve(Vec::with_capacity(program.len()));
             self.ledger.walk(rank, program, |index, during, behind| {
                 peak[rank] = peak[rank].max(during).max(behind);
                 curve.push(intervals[rank][index].start, during);
@@ -187,8 +187,7 @@ impl Simulator {
         refill(&mut self.done, cells, 0);
         refill(&mut self.link_free, self.costs.num_edges, 0.0);
         let messages = if lowered { 2 * cells } else { 0 };
-        refill(&mut self.sent, messages, NEVER);
-        refill(&mut self.posted, messages, NEVER);
+        refill(&mut self.posted, messages, [NEVER; 2]);
         Ok(())
     }
 
@@ -230,12 +229,12 @@ impl Simulator {
             if is_communication(action.kind) {
                 self.step_message(rank, action)?;
             }
-            record.action(rank, index, at, self.ranks[rank].clock);
+            record.action(rank, at, self.ranks[rank].clock);
             return Ok(index + 1);
         };
         let start = self.ranks[rank].clock.max(self.ready(rank, action)?);
         let end = start + cost;
-        record.action(rank, index, start, end);
+        record.action(rank, start, end);
         self.occupy(rank, start, end, cost);
         self.complete(rank, action, end);
         Ok(index + 1)
@@ -266,8 +265,8 @@ impl Simulator {
         let cost = sum * self.costs.composite;
         let end = start + cost;
         self.occupy(rank, start, end, cost);
-        for (part, action) in program[index..stop].iter().enumerate() {
-            record.action(rank, index + part, start, end);
+        for action in &program[index..stop] {
+            record.action(rank, start, end);
             self.complete(rank, action, end);
         }
         Ok(stop)
@@ -400,12 +399,8 @@ impl Simulator {
             }
         }
         let now = self.ranks[rank].clock;
-        if is_send {
-            self.sent[message] = now;
-        } else {
-            self.posted[message] = now;
-        }
-        let (sent, posted) = (self.sent[message], self.posted[message]);
+        self.posted[message][usize::from(!is_send)] = now;
+        let [sent, posted] = self.posted[message];
         if sent != NEVER && (posted != NEVER || !self.rendezvous) && self.arrival[message] == NEVER {
             let from = if self.rendezvous { sent.max(posted) } else { sent };
             self.arrival[message] = self.deliver(link, from);
@@ -488,7 +483,6 @@ fn refill<T: Clone>(list: &mut Vec<T>, len: usize, value: T) {
 }
 
 /// A memory curve: one point per time at which what is held changes.
-#[derive(Default)]
 struct Curve(Vec<MemoryPoint>);
 
 impl Curve {

@@ -16,8 +16,9 @@
 //! overlap and add up; else the larger one counts. How much work fits under a cap is bounded by the fractional knapsack.
 //!
 //! **Turnover of memory.** A micro-batch occupies its activations on a rank at least for its way to the last stage and
-//! back, and, with a split backward, its stash at least while the weight gradient runs. All micro-batches together occupy so much memory times
-//! time, and the rank has its cap times the span.
+//! back, and, with a split backward, its stash at least while the weight gradient runs. All micro-batches together
+//! occupy so much memory times time. The rank has its cap times the span, except while memory fills, one forward after
+//! another, and while it empties, one backward after another.
 
 use std::ops::Range;
 
@@ -112,10 +113,13 @@ impl<'a> Bound<'a> {
         (to_own_end.max(to_end) - most).max(after - self.most_work(rank, Self::weight_grads))
     }
 
-    /// The memory times time that all micro-batches occupy on a rank, over its cap.
+    /// The memory times time that all micro-batches occupy on a rank, and what stays empty while it fills and empties,
+    /// over its cap.
     fn turnover(&self, rank: usize) -> f64 {
         let problem = self.problem;
-        let cap = self.usable_cap(rank);
+        // Filling with all micro-batches and emptying take no longer than the work, so one ends before the other begins.
+        let all: f64 = problem.stages_of[rank].iter().map(|&stage| self.most_held(stage)).sum();
+        let cap = self.usable_cap(rank).min(self.num_microbatches * all);
         if !cap.is_finite() || cap <= 0.0 {
             return 0.0;
         }
@@ -126,7 +130,47 @@ impl<'a> Bound<'a> {
             let fused = activation * (way + problem.time[3][stage]);
             split.min(fused)
         };
-        self.num_microbatches * problem.stages_of[rank].iter().map(occupied).sum::<f64>() / cap
+        let occupied = self.num_microbatches * problem.stages_of[rank].iter().map(occupied).sum::<f64>();
+        (occupied + self.ramp(rank, cap, Self::filling) + self.ramp(rank, cap, Self::emptying)) / cap
+    }
+
+    /// The most that a micro-batch holds on a stage.
+    fn most_held(&self, stage: usize) -> f64 {
+        self.problem.activation[stage].max(self.problem.stash[stage])
+    }
+
+    /// What a micro-batch adds on a stage at most, and in which time at least.
+    fn filling(&self, stage: usize) -> [Item; 2] {
+        let time = self.problem.time_of(OpKind::Forward, stage);
+        [Item { time, memory: self.most_held(stage) }, Item { time: 0.0, memory: 0.0 }]
+    }
+
+    /// What is freed by the whole backward of an activation held, or by the weight gradient of a stash held, and in which
+    /// time at least.
+    fn emptying(&self, stage: usize) -> [Item; 2] {
+        let [_, grad, weight, fused] = self.problem.time.each_ref().map(|times| times[stage]);
+        let whole = Item { time: fused.min(grad + weight), memory: self.most_held(stage) };
+        [whole, Item { time: weight, memory: self.problem.stash[stage] }]
+    }
+
+    /// The memory times time that stays empty until a rank holds `cap`, if it does one item after another, each of which
+    /// has its memory from its start on. Read from the end, a rank that empties does the same.
+    fn ramp(&self, rank: usize, cap: f64, items: impl Fn(&Self, usize) -> [Item; 2]) -> f64 {
+        let stages = self.problem.stages_of[rank].iter();
+        let items = stages.flat_map(|&stage| items(self, stage)).filter(|item| item.memory > 0.0);
+        let (mut largest, mut smallest, mut shortest, mut pace) =
+            (0.0_f64, f64::INFINITY, f64::INFINITY, f64::INFINITY);
+        for Item { time, memory } in items {
+            (largest, smallest) = (largest.max(memory), smallest.min(memory));
+            (shortest, pace) = (shortest.min(time), pace.min(time / memory));
+        }
+        if smallest.total_cmp(&largest).is_eq() {
+            // Steps of equal height: the k-th item starts after k of at least the shortest.
+            let steps = (cap / largest).floor();
+            return largest * shortest * (steps * (steps - 1.0) / 2.0).max(0.0);
+        }
+        let rest = (cap - largest).max(0.0);
+        if pace.is_finite() { pace * rest * rest / 2.0 } else { 0.0 }
     }
 
     /// Of a cap, what can be used: a multiple where all sizes are equal.
