@@ -59,6 +59,14 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
+def has_forward_pre_hook(module: torch.nn.Module) -> bool:
+    """Whether something sees, and may exchange, what the module is called with.
+
+    torch has no public way to ask; without it modules cannot tell whether they will see the same input.
+    """
+    return bool(module._forward_pre_hooks)
+
+
 def transforms_around() -> list[str]:
     """Names of the ``torch.func`` transforms that this code runs under, outermost first: "Grad", "Vmap", "Jvp", ...
 

@@ -46,7 +46,7 @@ def choose_blocks(model: nn.Module, units: Units) -> set[nn.Module]:
 
 def _choose_auto(model: nn.Module) -> set[nn.Module]:
     hints = getattr(model, "_no_split_modules", None) or ()
-    chosen = {m for m in model.modules() if type(m).__name__ in hints}
+    chosen = {m for m in model.modules() if type(m).__name__ in hints and _numel(m)}
     while True:
         candidates = _repeated_classes(model, chosen)
         if not candidates:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardcore as sc
+from shardcore.tensor import ColumnParallelLinear
 from shardcore.testing import spmd
 from shardcore.testing.twin import assert_bitwise
 from tensor.hugging_face import batch, build, loss
@@ -20,7 +21,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def train(name: str, options: dict[str, Any] | None, *, sequence: bool, stage: int, world: int) -> list[torch.Tensor]:
+def train(
+    name: str, options: dict[str, Any] | None, *, sequence: bool, stage: int, world: int, units: Any = "auto"
+) -> list[torch.Tensor]:
     """Losses and parameters after two steps, with dropout. Collective."""
     mesh = sc.Mesh(tp=2, device="cpu")
     torch.manual_seed(7)
@@ -28,7 +31,7 @@ def train(name: str, options: dict[str, Any] | None, *, sequence: bool, stage: i
     sc.tensor.parallelize(model, mesh, sequence=sequence)
     if options is not None:
         sc.activation.wrap(model, **options)
-    sc.shard(model, mesh, stage=stage)
+    sc.shard(model, mesh, stage=stage, units=units)
     optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
     torch.manual_seed(11 + mesh.data_rank)
     losses = []
@@ -51,11 +54,13 @@ def test_n8_f12_the_same_training_at_tp_2(name: str, sequence: bool) -> None:
         assert_bitwise(train(name, options, sequence=sequence, stage=1, world=2), expected)
 
 
+@pytest.mark.parametrize("units", ["auto", [ColumnParallelLinear]])
 @spmd(world=4)
-def test_with_stage_3_over_the_other_ranks() -> None:
-    expected = train("llama", None, sequence=False, stage=3, world=4)
+def test_with_stage_3_over_the_other_ranks(units: Any) -> None:
+    """Projections of one input that are units each see it through a view of their own."""
+    expected = train("llama", None, sequence=False, stage=3, world=4, units=units)
     for options in (OPTIONS[1], OPTIONS[3]):
-        assert_bitwise(train("llama", options, sequence=False, stage=3, world=4), expected)
+        assert_bitwise(train("llama", options, sequence=False, stage=3, world=4, units=units), expected)
 
 
 @spmd(world=2)

@@ -101,6 +101,8 @@ class Pipeline(nn.Module):
         self._placement = self._place(first, layers, partition, example)
         self._placement.check_agreement()
         self._check_classes(self._recompute.classes)
+        # Blocks are units of sharding also where a rank has one of them, which nothing here repeats.
+        self._no_split_modules = self._placement.repeated_classes
         self._stages = self._build(Builder(layers, seed))
         self.to(mesh.device)
         self._placement.check_every_rank_trains(list(self.parameters()))

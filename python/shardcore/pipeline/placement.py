@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -34,6 +35,9 @@ class Placement:
         self.stages = list(schedule.stages(self.position))
         self.classes = sorted({layer.class_name for layer in layers})
         """Names of the classes of all layers, on every rank."""
+        counts = Counter(layer.class_name for layer in layers)
+        self.repeated_classes = sorted(name for name, count in counts.items() if count > 1)
+        """Those of several layers."""
         self._labels = [f"{layer.name} {layer.class_name}" for layer in layers]
         self._ties = ties
 

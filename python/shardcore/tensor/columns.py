@@ -61,12 +61,18 @@ class Columns:
         if found is not None:  # some layer did not want what was computed for it: they do not share their input
             self._computed = None
             self._layers = []
-        if layer not in self._layers or len(self._layers) == 1:
+        if layer not in self._layers or len(self._layers) == 1 or self._have_inputs_of_their_own():
             return _project(x, [layer])[0]
         outputs = dict(zip(self._layers, _project(x, self._layers), strict=True))
         output = outputs.pop(layer)
         self._computed = _Computed(x, x._version, outputs)
         return output
+
+    def _have_inputs_of_their_own(self) -> bool:
+        """Whether each layer is a unit of sharding, say, which is called with its own view of the input. To find out by
+        comparing inputs would be too late for a forward that is computed again: that would share nothing.
+        """
+        return any(private.has_forward_pre_hook(layer) for layer in self._layers[1:])
 
 
 def _project(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
