@@ -27,7 +27,7 @@ CONFIG = {
 
 @spmd(world=2)
 def test_the_loop_of_a_deepspeed_script(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
+    path = tmp_path / f"ds_config_{sc.Mesh().rank}.json"  # one a rank, so that none reads what another writes
     path.write_text(json.dumps(CONFIG))
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])

@@ -83,10 +83,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self._mesh, self._normalize, self.seed = mesh, normalize, seed
         self._loss_fn = loss_of(model) if loss_fn is None and is_transformers_model(model) else loss_fn
-        if reduce not in _REDUCE:
-            raise ConfigError(f"Pipeline(reduce={reduce!r}): expected 'once' or 'per_microbatch'")
-        if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-            raise ConfigError("Pipeline(loss_fn=...): it has parameters; make it the last layer and leave loss_fn out")
+        _check_arguments(reduce, loss_fn)
         self._reduce = _REDUCE[reduce]
         self._recompute = recompute or Recompute()
         self._tuner = _tuner(schedule, mesh, num_chunks)
@@ -432,6 +429,13 @@ def _tuner(schedule: Any, mesh: Mesh, num_chunks: int | None) -> AutoTuner | Non
             f"Pipeline(schedule='auto', num_chunks={num_chunks}): each rank gets one stage; leave num_chunks out"
         )
     return AutoTuner(schedule, mesh)
+
+
+def _check_arguments(reduce: str, loss_fn: Callable[..., Any] | None) -> None:
+    if reduce not in _REDUCE:
+        raise ConfigError(f"Pipeline(reduce={reduce!r}): expected 'once' or 'per_microbatch'")
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise ConfigError("Pipeline(loss_fn=...): it has parameters; make it the last layer and leave loss_fn out")
 
 
 def _schedules(schedule: Any, num_ranks: int, num_chunks: int | None) -> Callable[[int], plan.PipelineSchedule]:

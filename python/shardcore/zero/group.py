@@ -97,8 +97,7 @@ class ShardGroup(Edits, JoinsGathers):
         """All that hold them, or shards of them."""
         dtype = slots[0].param.dtype if slots else torch.float32
         self.full = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-        self.nbytes = self.full.untyped_storage().nbytes()
-        """Bytes of the whole parameters, padding included."""
+        self.nbytes = self.full.untyped_storage().nbytes()  # of the whole parameters, padding included
         self._adopt_parameters()
         self._classes = [type(slot.param) for slot in slots]
         self._slice = slice(shard_axis.rank * layout.shard_numel, (shard_axis.rank + 1) * layout.shard_numel)
