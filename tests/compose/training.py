@@ -173,12 +173,12 @@ def backward(recipe: Recipe, module: nn.Module, mesh: sc.Mesh, step: int) -> flo
 
 def formula(recipe: Recipe, numel: int, own_numel: int) -> dict[str, float]:
     """Bytes of each state on a rank whose stages and tensor parts have so many parameters: ZeRO's table, for
-    parameters, gradients in fp32, masters where parameters have 16 bits or states rest elsewhere, and Adam's two
-    states. These have no padding, so they are those of ``own_numel`` elements, the rank's share.
+    parameters, gradients in fp32, masters where parameters have 16 bits or states rest elsewhere than they, and Adam's
+    two states. These have no padding, so they are those of ``own_numel`` elements, the rank's share.
     """
     wide = recipe.precision == "fp32"
     shards = 2 if recipe.stage else 1
-    masters = 0 if wide and recipe.offload == "device" else 4 * numel / shards
+    masters = 0 if wide and recipe.offload in ("device", "params") else 4 * numel / shards
     return {
         "parameters": (4 if wide else 2) * numel / (shards if recipe.stage == 3 else 1),
         "gradients": 4 * numel / (shards if recipe.stage >= 2 else 1),
