@@ -98,6 +98,21 @@ def check_twin(sizes: dict[str, int], kind: str) -> None:
         assert torch.equal(value, whole_state(mesh)[name]), name
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@spmd(world=4)
+def test_b30_gradients_of_experts_do_not_depend_on_the_expert_axis(stage: int) -> None:
+    """All ranks have the same tokens, so that a mean over too few of them, or too many, would show."""
+    found, parts = [], {}
+    for num_ranks in (1, 2):
+        mesh = sc.Mesh(ep=num_ranks)
+        split = sc.shard(layer(mesh), mesh, stage=stage)
+        split(tokens_of(0, "usual")).square().sum().backward()
+        parts = dict(split.named_parameters())
+        found.append({name: sc.zero.full_grad(param) for name, param in parts.items()})
+    for name, gradient in found[1].items():
+        close(gradient, part_of_whole(parts[name], found[0][name]))
+
+
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Double precision, but for the order of sums."""
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
