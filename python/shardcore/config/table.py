@@ -42,8 +42,8 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 
 # ------------------------------------------------------------------------------------------------ top level
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
-_SEQUENCE = "sequence parallelism"
-_EXPERTS = "expert parallelism"
+_SEQUENCE = "sequences shared by a key of the file (pass mesh_param=shardcore.Mesh(cp=...))"
+_EXPERTS = "experts spread by a key of the file (pass mesh_param=shardcore.Mesh(ep=...))"
 _CHECKPOINTS = "every checkpoint is written by all ranks at once, and loads on any number of them"
 _TOP: dict[str, Entry] = {
     "train_batch_size": Field("batch.train_batch_size", INTEGER),
