@@ -65,7 +65,9 @@ _TOP: dict[str, Entry] = {
         choice("mean", "sum"),
         ("mean",),
     ),
-    "seq_parallel_communication_data_type": Ignored("there is no sequence group without " + _SEQUENCE, FLOAT_DTYPE),
+    "seq_parallel_communication_data_type": Ignored(
+        "activations travel between the ranks of a sequence in their own dtype", FLOAT_DTYPE
+    ),
     "sequence_parallel_size": _later(_SEQUENCE, SIZE, 1),
     "use_data_before_expert_parallelism": _later(_EXPERTS),
     "memory_breakdown": Ignored("nothing is printed for it; torch.profiler shows memory by phase", BOOL),
@@ -269,7 +271,7 @@ _EXPERT_PARALLEL: dict[str, Entry] = {
     "enabled": _later(_EXPERTS),
     "autoep_size": _later(_EXPERTS, SIZE, 1),
     "expert_tensor_parallel_size": _later(_EXPERTS, SIZE, 1),
-    "preset_model": Ignored("takes effect with " + _EXPERTS, TEXT),
+    "preset_model": Ignored("takes effect with expert_parallel.enabled", TEXT),
 }
 _ACTIVATION: dict[str, Entry] = {
     "policy": Field("activation.policy", choice("none", "full", "selective")),
