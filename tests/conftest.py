@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+SAMPLED = ("activation", "checkpoint", "compose", "engine", "offload", "pipeline", "tensor", "zero")
+"""Rooms whose tests start several ranks for each cell of their tables."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tables with several cells the default run takes a half, the same at every run; ``full`` takes all."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        if room in SAMPLED and hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            tables[item.nodeid.split("[")[0]].append(item)
+    for name, cells in tables.items():
+        for item in random.Random(name).sample(cells, len(cells) // 2):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_sessionfinish() -> None:

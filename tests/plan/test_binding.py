@@ -80,7 +80,10 @@ def test_the_gil_is_released_while_rust_works() -> None:
 def test_every_public_name_is_documented(name: str) -> None:
     value = getattr(plan, name)
     assert inspect.getdoc(value)
+    fields = getattr(value, "__dataclass_fields__", {})  # their docstrings stand in the source alone
     for member, attribute in vars(value).items() if inspect.isclass(value) else ():
+        if member in fields:
+            continue
         assert member.startswith("_") or inspect.getdoc(attribute), f"{name}.{member}"
 
 
