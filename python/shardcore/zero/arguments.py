@@ -12,7 +12,7 @@ from shardcore.zero.construction import find_piece
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardcore.mesh import Mesh
+    from shardcore.mesh import Axis, Mesh
     from shardcore.zero.communication import Communication
     from shardcore.zero.policy import Policy, Precision
     from shardcore.zero.prefetch import PrefetchLimits
@@ -69,11 +69,7 @@ def _check_context_axis(module: nn.Module, mesh: Mesh) -> None:
             "repeat each other's work. Call shardcore.tensor.context_parallel(model, mesh) before shardcore.shard, or "
             "make the mesh without cp"
         )
-    if axis is not None and axis.ranks != expected.ranks:
-        raise ConfigError(
-            f"{type(module).__name__} shares its sequences over the ranks {list(axis.ranks)}, but the mesh given to "
-            f"shardcore.shard has cp over {list(expected.ranks)}: give both the same mesh"
-        )
+    _check_same_ranks("cp", f"{type(module).__name__} shares its sequences", axis, expected)
 
 
 def _check_expert_axis(module: nn.Module, mesh: Mesh) -> None:
@@ -84,11 +80,7 @@ def _check_expert_axis(module: nn.Module, mesh: Mesh) -> None:
             f"the mesh has ep={expected.size}, but {type(module).__name__} has no experts that lie over it. Call "
             "shardcore.tensor.parallelize(model, mesh) before shardcore.shard, or make the mesh without ep"
         )
-    if axis is not None and axis.ranks != expected.ranks:
-        raise ConfigError(
-            f"the experts of {type(module).__name__} lie over the ranks {list(axis.ranks)}, but the mesh given to "
-            f"shardcore.shard has ep over {list(expected.ranks)}: give both the same mesh"
-        )
+    _check_same_ranks("ep", f"the experts of {type(module).__name__} lie", axis, expected)
     for name, param in module.named_parameters():
         if find_experts(param) is not None and (param.is_meta or find_piece(param) is not None):
             raise ConfigError(
@@ -116,8 +108,13 @@ def _check_tensor_axis(module: nn.Module, mesh: Mesh) -> None:
             "repeat each other's work. Call shardcore.tensor.parallelize(model, mesh) before shardcore.shard, or make "
             "the mesh without tp"
         )
+    _check_same_ranks("tp", f"{type(module).__name__} is split", axis, expected)
+
+
+def _check_same_ranks(name: str, what: str, axis: Axis | None, expected: Axis) -> None:
+    """What was spread over an axis before lies over the ranks that the mesh has there."""
     if axis is not None and axis.ranks != expected.ranks:
         raise ConfigError(
-            f"{type(module).__name__} is split over the tensor-parallel ranks {list(axis.ranks)}, but the mesh given "
-            f"to shardcore.shard has {list(expected.ranks)}: give both the same mesh"
+            f"{what} over the ranks {list(axis.ranks)}, but the mesh given to shardcore.shard has {name} over "
+            f"{list(expected.ranks)}: give both the same mesh"
         )
