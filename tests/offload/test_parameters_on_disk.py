@@ -313,6 +313,53 @@ def test_checkpoints_from_and_to_a_disk(background: bool, tmp_path: Path) -> Non
         assert_bitwise(whole_parameters(other), whole_parameters(model))
 
 
+@spmd(world=2)
+def test_reading_states_leaves_parameters_in_use_alone(tmp_path: Path) -> None:
+    """A save in the background reads states while forward and backward use the little memory that parameters have."""
+    mesh = sc.Mesh()
+    offload = sc.Offload(params="nvme", states="nvme", path=tmp_path, host_param_nbytes=0, tile_numel=50)
+    model = sc.shard(seeded(ZOO["frozen"].build), mesh, stage=3, precision=sc.Precision(param="bf16"), offload=offload)
+    optimizer = sc.optimizer(torch.optim.AdamW, model, lr=1e-2)
+    train_steps(model, optimizer, mesh, range(2))
+    for group in find_root(model).groups:
+        in_use = group.own_to_read
+        values = in_use.clone()
+        optimizer.read_pieces(lambda held, states: None)
+        assert torch.equal(in_use, values)
+
+
+@spmd(world=2)
+def test_a_failed_save_of_states_on_a_disk_loses_nothing(tmp_path: Path) -> None:
+    trained = []
+    for fails in (False, True):
+        mesh = sc.Mesh()
+        offload = sc.Offload(states="nvme", path=tmp_path, tile_numel=37)
+        model = sc.shard(seeded(ZOO["odd"].build), mesh, stage=2, precision=sc.Precision(param="bf16"), offload=offload)
+        optimizer = sc.optimizer(torch.optim.AdamW, model, lr=1e-2)
+        train_steps(model, optimizer, mesh, range(2))
+        if fails:
+            _fail_after(optimizer, num_pieces=3)
+        optimizer.read_pieces(lambda held, states: None)
+        written = optimizer._update.store.written_nbytes
+        optimizer.read_pieces(lambda held, states: None)
+        assert optimizer._update.store.written_nbytes == written
+        train_steps(model, optimizer, mesh, range(2, 4))
+        trained.append(whole_parameters(model))
+    assert_bitwise(trained[1], trained[0])
+
+
+def _fail_after(optimizer: Any, num_pieces: int) -> None:
+    seen = []
+
+    def act(held: object, states: object) -> None:
+        seen.append(held)
+        if len(seen) > num_pieces:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        optimizer.read_pieces(act)
+
+
 def test_d3_a_killed_training_leaves_nothing_and_another_follows(tmp_path: Path) -> None:
     program = """
         import os, signal, sys

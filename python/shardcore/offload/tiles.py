@@ -51,9 +51,11 @@ class TileStore:
         """Bytes of host memory."""
         self._slots = [pool.tensor(slot_nbytes, torch.uint8) for _ in range(num_slots)]
         self._engine, self._file = open_disk(offload, self.file_nbytes, pool)
-        self._under_way: list[IoHandle | None] = [None] * num_slots
+        self._under_way: list[tuple[str, IoHandle] | None] = [None] * num_slots
         self._residents: list[int | None] = [None] * num_slots
         self._on_disk: set[int] = set()
+        self._newer: set[int] = set()
+        """Tiles in host memory that changed since they were on the disk."""
         self.failed = False
         """A step failed half-way, so that some tiles are newer than others."""
         self.read_nbytes = 0
@@ -61,28 +63,33 @@ class TileStore:
         self.written_nbytes = 0
         """Bytes written to the disk since the start."""
 
-    def run(self, order: Sequence[int], update: Callable[[int, Parts], None]) -> None:
-        """Call ``update(tile, parts)`` for each tile of ``order`` with its parts in host memory, each [numel]; what it
-        writes there is kept. A tile that was never updated has undefined parts.
+    def run(self, order: Sequence[int], act: Callable[[int, Parts], bool], *, is_step: bool) -> None:
+        """Call ``act(tile, parts)`` for each tile of ``order`` with its parts in host memory, each [numel].
+
+        Args:
+            act: returns whether it changed the tile, which is kept then. A tile that was never changed has undefined
+                parts.
+            is_step: the tiles belong together: a failure half-way makes all of them useless. Else each is right by
+                itself, and a failure loses nothing.
 
         Raises:
             StorageError: the disk failed; the message names the file.
-            StateError: it failed before, so that some tiles are newer than others.
+            StateError: it failed before in a step, so that some tiles are newer than others.
         """
         if self.failed:
             raise StateError(
                 "an earlier step failed between host memory and disk, so optimizer states are partly updated: load a "
                 "checkpoint (load_state_dict), or start again"
             )
-        actions, residents = plan.plan_swap(list(order), self._residents)
-        self.failed = True
-        for what, tile, slot in actions:
+        self.failed = is_step
+        for what, tile, slot in plan.plan_swap(list(order), self._residents)[0]:
+            self._settle(slot)
             if what == "update":
-                self._settle(slot)
-                update(tile, self._parts(tile, slot))
+                self._show(tile, slot, act)
+            elif what == "write":
+                self._start_write(tile, slot)
             else:
-                self._start(what, tile, slot)
-        self._residents = residents
+                self._start_read(tile, slot)
         self.failed = False
 
     def forget(self) -> None:
@@ -92,25 +99,49 @@ class TileStore:
                 self._settle(slot)
         self._residents = [None] * len(self._slots)
         self._on_disk.clear()
+        self._newer.clear()
         self.failed = False
 
-    def _start(self, what: str, tile: int, slot: int) -> None:
-        self._settle(slot)
+    def _show(self, tile: int, slot: int, act: Callable[[int, Parts], bool]) -> None:
+        was_newer = tile in self._newer
+        self._newer.add(tile)  # also if what follows raises
+        if not act(tile, self._parts(tile, slot)) and not was_newer:
+            self._newer.discard(tile)
+
+    def _start_write(self, tile: int, slot: int) -> None:
+        if tile not in self._newer:
+            return
         offset, nbytes, _ = self._places[tile]
-        memory = self._slots[slot][:nbytes]
-        if what == "write":
-            self._under_way[slot] = self._engine.write(self._file, memory, offset)
-            self._on_disk.add(tile)
-            self.written_nbytes += nbytes
-        elif tile in self._on_disk:
-            self._under_way[slot] = self._engine.read(self._file, memory, offset)
-            self.read_nbytes += nbytes
+        self._under_way[slot] = "write", self._engine.write(self._file, self._slots[slot][:nbytes], offset)
+        self._newer.discard(tile)
+        self._on_disk.add(tile)
+        self.written_nbytes += nbytes
+
+    def _start_read(self, tile: int, slot: int) -> None:
+        self._residents[slot] = tile
+        if tile not in self._on_disk:
+            return
+        offset, nbytes, _ = self._places[tile]
+        self._under_way[slot] = "read", self._engine.read(self._file, self._slots[slot][:nbytes], offset)
+        self.read_nbytes += nbytes
 
     def _settle(self, slot: int) -> None:
-        """Wait for what moves to or from the slot."""
-        handle, self._under_way[slot] = self._under_way[slot], None
-        if handle is not None:
+        """Wait for what moves to or from the slot. After an error nothing is lost: what could not be read is read again
+        when it is next needed, what could not be written stays in memory.
+        """
+        transfer, self._under_way[slot] = self._under_way[slot], None
+        if transfer is None:
+            return
+        what, handle = transfer
+        try:
             handle.wait()
+        except StorageError:
+            tile = self._residents[slot]
+            if what == "read":
+                self._residents[slot] = None
+            elif tile is not None:
+                self._newer.add(tile)
+            raise
 
     def _parts(self, tile: int, slot: int) -> Parts:
         spec, (_, _, starts) = self._tiles[tile], self._places[tile]

@@ -43,7 +43,7 @@ class Portable(ShardedOptimizerMark):
                 where = _within(held, piece)
                 act(held, {name: vectors[name][where] for name in held.states})
 
-        self._update.visit(self._update.order(self._pieces), show)
+        self._update.read(self._update.order(self._pieces), show)
 
     def kept_states(self) -> list[tuple[list[str], list[str]]]:
         """For each parameter group, the names of states of an element, and of values that are one for all."""

@@ -40,7 +40,7 @@ def read_parts(update: TiledUpdate, pieces: Sequence[Piece]) -> list[Part]:
             cut = {key: value[where].clone() if _is_vector(value) else _copied(value) for key, value in state.items()}
             found.setdefault(slot, []).append(Part(slot, piece.options, begin, cut, piece.tensor[where].clone()))
 
-    update.visit(pieces, read)
+    update.read(pieces, read)
     order = list(dict.fromkeys(slot for piece in pieces for slot in piece.slots))
     return [_joined(sorted(found[slot], key=lambda part: part.start)) for slot in order]
 

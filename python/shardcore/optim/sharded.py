@@ -301,6 +301,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         where parameters are 16-bit. It loads only into the same model on the same mesh. Tensors are not copied.
         """
         self._check_here("state_dict of the optimizer")
+        self._wait_for_readers()
         return {**save(self._pieces, self._update, self.param_groups), **self._counters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -311,6 +312,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
             ConfigError: it comes from another model, mesh or set of parameter groups; on every rank.
         """
         self._check_here("load_state_dict of the optimizer")
+        self._wait_for_readers()
         restore(self._pieces, self._update, self.param_groups, self._roots, state_dict)
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.num_steps = int(state_dict["num_steps"])
@@ -326,6 +328,11 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         for root in self._roots:
             root.check_here(what=what)
 
+    def _wait_for_readers(self) -> None:
+        """A checkpoint that is written in the background reads states; those on a disk by one reader at a time."""
+        for root in self._roots:
+            root.about_to_change()
+
     def _counters(self) -> dict[str, Any]:
         return {
             "loss_scale": self.loss_scale.state_dict(),
@@ -336,8 +343,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
     def _step(self) -> None:
         self.step_was_applied = False
         self._options.note_changes(self.param_groups)
-        for root in self._roots:
-            root.about_to_change()
+        self._wait_for_readers()
         has_gradient = self._held.with_gradient(self._roots)
         if not any_gradient(self._roots, found=any(has_gradient.values())):
             raise StateError(

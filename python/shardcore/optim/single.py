@@ -68,7 +68,7 @@ class OfOneParameter(Portable):
             if name == MASTER:
                 piece.group.own[piece.start : piece.stop].copy_(piece.tensor)
 
-        self._visit(self._pieces_of(slot), write)
+        self._each(self._update.visit, slot, write)
 
     def _read(self, slot: ParameterSlot) -> dict[str, Any]:
         """Copies of what rests on a disk, and values that are one for all."""
@@ -84,12 +84,12 @@ class OfOneParameter(Portable):
             for name, vector in vectors.items():
                 found.setdefault(name, torch.empty(stop - start, dtype=vector.dtype))[shard] = vector[there]
 
-        self._visit(self._pieces_of(slot), read)
+        self._each(self._update.read, slot, read)
         return found
 
-    def _visit(self, pieces: list[Piece], act: Any) -> None:
+    def _each(self, go_through: Any, slot: ParameterSlot, act: Any) -> None:
         try:
-            self._update.visit(pieces, act)
+            go_through(self._pieces_of(slot), act)
         except StorageError as error:
             comm.report_failure(error)
             raise

@@ -66,16 +66,17 @@ class TiledUpdate(Update):
             self._link(inside)
             step_pieces(self.inner, inside)
 
-        self._each_tile(pieces, update)
+        self._each_tile(pieces, update, writes=True)
 
     def visit(self, pieces: Sequence[Piece], act: Callable[[Piece], None]) -> None:
         """Call ``act`` for each piece while its tensor and its states are in memory; what it changes is kept."""
+        self._each_tile(pieces, lambda inside: _each(inside, act), writes=True)
 
-        def on_each(inside: list[Piece]) -> None:
-            for piece in inside:
-                act(piece)
-
-        self._each_tile(pieces, on_each)
+    def read(self, pieces: Sequence[Piece], act: Callable[[Piece], None]) -> None:
+        """As :meth:`visit`, for an ``act`` that changes nothing. It does not touch parameters either, so it may run
+        beside a forward and a backward, which bring them from the disk and give their place to others.
+        """
+        self._each_tile(pieces, lambda inside: _each(inside, act), writes=False)
 
     def order(self, pieces: Sequence[Piece]) -> list[Piece]:
         """These pieces as the next :meth:`visit` of them will come by: tile by tile, in the direction that is due."""
@@ -93,19 +94,22 @@ class TiledUpdate(Update):
         """Always: masters are not there later."""
         return True
 
-    def _each_tile(self, pieces: Sequence[Piece], act: Callable[[list[Piece]], None]) -> None:
+    def _each_tile(self, pieces: Sequence[Piece], act: Callable[[list[Piece]], None], *, writes: bool) -> None:
         inside = self._inside(pieces)
 
-        def on_tile(number: int, parts: list[torch.Tensor]) -> None:
+        def on_tile(number: int, parts: list[torch.Tensor]) -> bool:
             tile = self._tiles[number]
+            had_edits = self._take_edits(tile, parts[0])
             self._bind(tile, inside[number], parts)
             try:
                 act(inside[number])
-                self._keep(tile, inside[number], parts)
+                if writes:
+                    self._keep(tile, inside[number], parts)
             finally:
                 self._unbind(inside[number])
+            return had_edits or writes
 
-        self.store.run(sorted(inside, reverse=self._backwards), on_tile)
+        self.store.run(sorted(inside, reverse=self._backwards), on_tile, is_step=writes)
         self._backwards = not self._backwards
 
     def _inside(self, pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
@@ -115,14 +119,19 @@ class TiledUpdate(Update):
             inside.setdefault(self._number[self._key(piece.group, piece.start)], []).append(piece)
         return inside
 
+    def _take_edits(self, tile: _Tile, master: torch.Tensor) -> bool:
+        """Bring the masters of a tile up to date with edits of the parameters; returns whether there were any."""
+        if tile.num_edits == tile.group.num_edits:
+            return False
+        own = tile.group.copy_of_own(tile.start, tile.stop).to(master.device)
+        # Values that masters round to were not edited: there they keep their full precision.
+        is_kept = (master.to(own.dtype) == own) if tile.num_edits else torch.zeros_like(own, dtype=torch.bool)
+        master.copy_(torch.where(is_kept, master, own.to(master.dtype)))
+        tile.num_edits = tile.group.num_edits
+        return True
+
     def _bind(self, tile: _Tile, pieces: list[Piece], parts: list[torch.Tensor]) -> None:
         master, states = parts[0], dict(zip(tile.states, parts[1:], strict=True))
-        if tile.num_edits != tile.group.num_edits:
-            own = tile.group.own_to_read[tile.start : tile.stop].to(master.device)
-            # Values that masters round to were not edited: there they keep their full precision.
-            is_kept = (master.to(own.dtype) == own) if tile.num_edits else torch.zeros_like(own, dtype=torch.bool)
-            master.copy_(torch.where(is_kept, master, own.to(master.dtype)))
-            tile.num_edits = tile.group.num_edits
         for piece in pieces:
             where = tile.range_of(piece)
             piece.tensor.data = master[where]
@@ -175,6 +184,11 @@ class TiledUpdate(Update):
 
     def _key(self, group: ShardedGroup, start: int) -> tuple[int, int]:
         return id(group), start // self._tile_numel
+
+
+def _each(pieces: list[Piece], act: Callable[[Piece], None]) -> None:
+    for piece in pieces:
+        act(piece)
 
 
 def _is_vector(value: object) -> bool:

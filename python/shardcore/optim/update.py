@@ -30,8 +30,12 @@ class Update:
         for piece in pieces:
             act(piece)
 
+    def read(self, pieces: Sequence[Piece], act: Callable[[Piece], None]) -> None:
+        """As :meth:`visit`, for an ``act`` that changes nothing."""
+        self.visit(pieces, act)
+
     def order(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """These pieces as the next :meth:`visit` of them will come by."""
+        """These pieces as the next :meth:`visit` or :meth:`read` of them will come by."""
         return list(pieces)
 
     def recover(self) -> None:
