@@ -243,8 +243,6 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.prompt:
         parser.error("--prompt: expected at least one character")
-    if args.config is not None and not args.config.is_file():
-        parser.error(f"--config {args.config}: no such file")
     if args.config is None:
         args.stage = 2 if args.stage is None else args.stage
         args.accumulation = args.accumulation or 1
@@ -252,6 +250,8 @@ def parse_arguments() -> argparse.Namespace:
         for name in ("stage", "precision", "batch", "accumulation", "lr"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name} and --config both given: the configuration file says it")
+        if not args.config.is_file():
+            parser.error(f"--config {args.config}: no such file")
     return args
 
 
