@@ -81,6 +81,10 @@ class ShardedGroup(Protocol):
         """Whether ``own`` rests on a disk."""
 
     @property
+    def own_is_shown(self) -> bool:
+        """Whether ``own`` is memory of the parameters themselves, so that whoever writes to these writes to it."""
+
+    @property
     def updates_on_host(self) -> bool:
         """Whether the CPU updates the masters."""
 

@@ -58,7 +58,7 @@ class Piece:
     source: Source = None
     """[stop - start]."""
     may_change: bool = False
-    """A forward may change it: a buffer, or a parameter that sharding left out."""
+    """Whatever has the module may write to it, and nobody else learns of that: a buffer, or memory of a parameter."""
     runs: Runs | None = None
 
 
@@ -78,6 +78,8 @@ class Holding:
     """Of each parameter that other pipeline stages hold, too."""
     rests_on_disk: bool = False
     """Weights, or master weights and states, come from a disk."""
+    roots: list[ShardedRoot] = field(default_factory=list)
+    """Of the model, and of all others whose states the optimizer keeps."""
 
     def itemsize(self, piece: int) -> int:
         """Bytes of an element of a piece."""
@@ -94,12 +96,12 @@ class Holding:
         if piece.stop > piece.start:
             self.pieces.append(piece)
 
-    def add_range(self, key: Key, dtype: torch.dtype, held: Held) -> None:
+    def add_range(self, key: Key, dtype: torch.dtype, held: Held, *, may_change: bool = False) -> None:
         """Hold a range of a parameter of which this rank may have a part."""
         param, start, stop, source = held
         self.add(key, (dtype, list(whole_shape(param))), Piece(key, 0, 0))
         for cut in cuts(param, start, stop):
-            self.pieces.append(Piece(key, cut.start, cut.stop, _part(source, cut), runs=cut.runs))
+            self.pieces.append(Piece(key, cut.start, cut.stop, _part(source, cut), may_change, cut.runs))
 
 
 def root_of(model: nn.Module, what: str) -> ShardedRoot:
@@ -137,6 +139,7 @@ def hold(
     holding = Holding(ties=ties)
     those = keepers(root, optimizer)
     pieces = [(piece, keeper is optimizer) for keeper in those for piece in keeper.held_pieces()]
+    holding.roots = list(dict.fromkeys((root, *(piece.slot.group.root for piece, _ in pieces))))
     _hold_weights(holding, root, those)
     _hold_others(holding, model, root, prints)
     if not with_frozen:
@@ -190,7 +193,8 @@ def _hold_weights(holding: Holding, root: ShardedRoot, those: Sequence[ShardedOp
             elif not group.masters_are_away or not any(keeper.holds(slot.param) for keeper in those):
                 holding.rests_on_disk |= group.rests_on_disk
                 source = _source(group, part) if group.rests_on_disk else group.own[part]
-                holding.add_range(key, slot.param.dtype, (slot.param, start, stop, source))
+                held = (slot.param, start, stop, source)
+                holding.add_range(key, slot.param.dtype, held, may_change=group.own_is_shown)
             else:
                 holding.rests_on_disk = True
                 holding.tensors[key] = Tensor(name_of(group.master.dtype, slot.name), list(whole_shape(slot.param)))

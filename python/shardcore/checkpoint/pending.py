@@ -5,7 +5,8 @@ meanwhile: a rank leaves a note beside its file when that is written or has fail
 seen every note, makes the checkpoint. All ranks learn of it together, in their next call.
 
 What is saved must not change before it is copied. Training changes it in ``optimizer.step()``, which waits for the
-copy; so a copy has the time of a forward and a backward.
+copy, as does every call that changes it; so a copy has the time of a forward and a backward. What needs no call to be
+changed is copied before.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from shardcore import comm
-from shardcore._core import abandon_checkpoint
+from shardcore._core import abandon_checkpoint, checkpoint_aside
 from shardcore.checkpoint.crew import Crew
 from shardcore.errors import CheckpointError
 
@@ -53,8 +55,10 @@ def _report_at_exit() -> None:
 class Pending:
     """One save under way on this rank."""
 
-    def __init__(self, folder: Path, axis: Axis) -> None:
-        self._folder = folder
+    def __init__(self, run: Path, tag: str, axis: Axis) -> None:
+        self.run = run.absolute()
+        """The folder of the run."""
+        self._folder = checkpoint_aside(run, tag)
         self._axis = axis
         self._copied = Event()
         self._error: Exception | None = None
@@ -76,11 +80,17 @@ class Pending:
         atexit.register(_report_at_exit)
         # Not a daemon: a program that ends waits for its last checkpoint.
         self._thread = Thread(target=work, name="shardcore checkpoint")
+        _started.add(self)
         self._thread.start()
 
     def wait_for_copy(self) -> None:
         """Return when nothing of the model is read any more."""
         self._copied.wait()
+
+    def wait_for_end(self) -> None:
+        """Return when this rank's part has ended, well or not."""
+        if self._thread is not None:
+            self._thread.join()
 
     def finish(self) -> None:
         """Wait for the end of this rank's part.
@@ -88,8 +98,7 @@ class Pending:
         Raises:
             Exception: what went wrong.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.wait_for_end()
         if self._error is not None:
             _unreported.remove(self)
             raise self._error
@@ -149,6 +158,20 @@ class Pending:
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.note"
+
+
+_started: WeakSet[Pending] = WeakSet()
+"""Of all meshes."""
+
+
+def wait_for_others(run: Path) -> None:
+    """Wait for saves into this folder that began on other meshes (another model's): a new save takes what is
+    half-written there for what a killed one left behind. Not collective; what goes wrong with them is raised where they
+    began.
+    """
+    for pending in list(_started):
+        if pending.run == run.absolute():
+            pending.wait_for_end()
 
 
 def remember(crew: Crew, pending: Pending) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardcore._core import abandon_checkpoint, begin_checkpoint, check_host_memory, checkpoint_aside
@@ -22,7 +21,7 @@ from shardcore.checkpoint.holding import (
     role_of_rank,
     root_of,
 )
-from shardcore.checkpoint.pending import Pending, remember, settle
+from shardcore.checkpoint.pending import Pending, remember, settle, wait_for_others
 from shardcore.checkpoint.sharing import share
 from shardcore.checkpoint.ties import ties_of
 from shardcore.checkpoint.training import Stateful, describe, gather_parts, merge, random_state
@@ -61,9 +60,11 @@ def save(
             first rank's counts.
         tag: the checkpoint's name, the same on every rank; None: ``step<number of steps>``.
         async_: return when the save has begun; it goes on while the model trains. The next ``optimizer.step()`` waits
-            until this rank's share is copied to host memory, which must have room for it; until then parameters must
-            not be written to by hand. The next save or load, and :func:`wait`, wait for the end, and raise what went
-            wrong.
+            until this rank's share is copied to host memory, which must have room for it; so does every other call
+            that changes weights or states. What code outside can write to without a call (buffers, parameters that
+            have no masters) is copied before this returns. Tensors that were taken out of ``optimizer.state`` before
+            must not be written to until then. The next save or load, and :func:`wait`, wait for the end, and raise
+            what went wrong.
         keep_last: remove older checkpoints of the folder, once this one is complete; None keeps all.
         data: a sampler or loader whose ``state_dict`` is its position; the first rank's counts.
         parts: whatever else has a ``state_dict`` of plain values, by name; the first rank's counts.
@@ -90,6 +91,7 @@ def save(
     choices = {"async_": async_, "exclude_frozen": exclude_frozen, "optimizer": optimizer is not None}
     crew.agree("what to save", choices, "call checkpoint.save with the same arguments on every rank")
     settle(crew)
+    wait_for_others(Path(path))
     crew.do("preparing to save", lambda: root.come_to_rest("checkpoint.save"))
     prints, ties = buffer_prints(model, root), ties_of(model, crew)
     holding = crew.do("looking at the model", lambda: hold(model, root, optimizer, prints, ties, not exclude_frozen))
@@ -109,8 +111,9 @@ def save(
         plan=share(holding, crew),
         keepers=keepers(root, optimizer),
         training=training,
+        device=root.device,
     )
-    return _write_later(job, crew, root) if async_ else _write_now(job, crew)
+    return _write_later(job, crew) if async_ else _write_now(job, crew)
 
 
 def everyone(root: ShardedRoot) -> Axis:
@@ -150,15 +153,14 @@ def _write_now(job: Job, crew: Crew) -> Path:
     return job.run / job.tag
 
 
-def _write_later(job: Job, crew: Crew, root: ShardedRoot) -> Path:
+def _write_later(job: Job, crew: Crew) -> Path:
     """Begin to write; training goes on meanwhile. Collective."""
     crew.do("memory for a checkpoint", lambda: check_host_memory("the copy of what is saved", job.nbytes))
     _make_folder(job.run, job.tag, crew)
-    for piece in job.holding.pieces:
-        if piece.may_change and isinstance(piece.source, torch.Tensor):
-            piece.source = piece.source.clone()
-    pending = Pending(checkpoint_aside(job.run, job.tag), crew.axis)
-    root.before_changes.append(pending.wait_for_copy)
+    crew.do("copying what may change at any time", job.copy_what_may_change)
+    pending = Pending(job.run, job.tag, crew.axis)
+    for root in job.holding.roots:
+        root.before_changes.append(pending.wait_for_copy)
     remember(crew, pending)
     pending.start(job)
     return job.run / job.tag

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ class Job:
     keepers: list[ShardedOptimizerMark]
     """Show the pieces that have no source of their own, one after the other."""
     training: dict[str, Any]
+    device: torch.device
+    """Where the model trains."""
+    _issued: torch.cuda.Event | None = None
+    """What the device was told to do before the save."""
     _copies: dict[int, torch.Tensor] | None = None
     _written: list[Any] | None = None
 
@@ -54,18 +59,37 @@ class Job:
         """Bytes of this rank's share."""
         return sum((part.stop - part.start) * self.holding.itemsize(part.piece) for part in self.plan.parts)
 
+    def copy_what_may_change(self) -> None:
+        """Copy into host memory what others can write to without a word; :meth:`copy` may take its time then, in
+        another thread.
+        """
+        for number, piece in enumerate(self.holding.pieces):
+            if piece.may_change and isinstance(piece.source, torch.Tensor):
+                mine = [part for part in self.plan.parts if part.piece == number]
+                start = min((part.start for part in mine), default=piece.start)
+                stop = max((part.stop for part in mine), default=start)
+                values = piece.source[start - piece.start : stop - piece.start]
+                piece.source = values.detach().to("cpu", copy=True)
+                piece.start, piece.stop = start, stop
+        if self.device.type == "cuda":
+            self._issued = torch.cuda.current_stream(self.device).record_event()
+
     def copy(self) -> None:
-        """Bring this rank's share into host memory. Where states rest on a disk, it is written at once instead."""
-        if self.holding.rests_on_disk:
-            self._written = self._write()
-            return
-        copies: dict[int, torch.Tensor] = {}
+        """Bring this rank's share into host memory, in a thread beside the training. Where states rest on a disk, it is
+        written at once instead.
+        """
+        with self._beside_the_training():
+            if self.holding.rests_on_disk:
+                self._written = self._write()
+                return
+            copies: dict[int, torch.Tensor] = {}
 
-        def take(number: int, values: torch.Tensor) -> None:
-            copies[number] = values.detach().to("cpu", copy=True)
+            def take(number: int, values: torch.Tensor) -> None:
+                is_kept = self.holding.pieces[self.plan.parts[number].piece].may_change
+                copies[number] = values if is_kept else values.detach().to("cpu", copy=True)
 
-        self._each_part(take)
-        self._copies = copies
+            self._each_part(take)
+            self._copies = copies
 
     def write(self) -> list[Any]:
         """Write this rank's file. Returns what the index needs: the file, and of each part (role, name, start, stop,
@@ -85,6 +109,16 @@ class Job:
             keep_every=self.options.keep_every,
         )
         return str(path)
+
+    @contextmanager
+    def _beside_the_training(self) -> Iterator[None]:
+        """On a device: read what was there at the call, whichever stream wrote it, and let no kernel wait for it."""
+        if self._issued is None:
+            yield
+            return
+        self._issued.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
 
     def _write(self) -> list[Any]:
         parts = self.plan.parts

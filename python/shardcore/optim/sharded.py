@@ -122,7 +122,6 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
             super().__init__(groups, self.inner.defaults)
         self._groups_are_fixed = True
         self.param_groups = groups
-        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale or _default_scale(roots)
         join(self, roots)
@@ -183,6 +182,18 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         instance.state_dict = sharded.state_dict  # type: ignore[method-assign]
         instance.load_state_dict = sharded.load_state_dict  # type: ignore[method-assign]
         return sharded
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's states by this rank's pieces. They may be written to, so a save that still reads them
+        in the background is waited for; what was taken out of it before must stay as it is until then.
+        """
+        self._wait_for_readers()
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """torch's constructor sets one; the inner optimizer's is the one that counts."""
 
     @property
     def loss_scale(self) -> LossScale:

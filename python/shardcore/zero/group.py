@@ -134,6 +134,11 @@ class ShardGroup(Edits, JoinsGathers):
             raise StateError(f"group {self.name!r} is frozen and has no gradients")
         return self.grads.shard
 
+    @property
+    def own_is_shown(self) -> bool:
+        """Whether ``own`` is memory of the parameters themselves, so that whoever writes to these writes to it."""
+        return not self._frees and self._own.data_ptr() == self.full[self._slice].data_ptr()
+
     def is_frozen(self) -> bool:
         """Whether no parameter takes a gradient now; those of a trainable group may be frozen between steps."""
         return not any(slot.param.requires_grad for slot in self.slots)

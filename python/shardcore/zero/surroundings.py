@@ -110,7 +110,8 @@ class Surroundings:
     def about_to_change(self) -> None:
         """Weights or states are about to change: let those finish who read them."""
         while self.before_changes:
-            self.before_changes.pop()()
+            self.before_changes[0]()  # forgotten only after it: a Ctrl-C must not let the next change pass
+            self.before_changes.pop(0)
 
     def clear_gradients_of(self, slots: Sequence[ParameterSlot], set_to_none: bool = True) -> None:
         """Forget the gradients of these parameters; of all trainable ones, as :meth:`clear_gradients`."""
