@@ -56,7 +56,27 @@ _HOME = {
 
 _MODULES = ("twin", "zoo")
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [
+    "MUTANT_KINDS",
+    "Mutant",
+    "PeakTensorBytes",
+    "PipelineShape",
+    "RankReport",
+    "SpmdError",
+    "SpmdSkip",
+    "assert_schedule",
+    "pipeline_shapes",
+    "reference_step",
+    "run_spmd",
+    "schedule_costs",
+    "schedule_mutants",
+    "schedules",
+    "shutdown",
+    "spmd",
+    "tensor_bytes",
+    "twin",
+    "zoo",
+]
 
 
 def __getattr__(name: str) -> Any:
