@@ -243,6 +243,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.prompt:
         parser.error("--prompt: expected at least one character")
+    if args.config is not None and not args.config.is_file():
+        parser.error(f"--config {args.config}: no such file")
     if args.config is None:
         args.stage = 2 if args.stage is None else args.stage
         args.accumulation = args.accumulation or 1
