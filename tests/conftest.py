@@ -29,6 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish() -> None:
     """End the rank processes before pytest takes its streams down."""
-    testing = sys.modules.get("shardcore.testing")
-    if testing is not None:
-        testing.shutdown()
+    pool = sys.modules.get("shardcore.testing.pool")  # there only if a test started ranks
+    if pool is not None:
+        pool.shutdown()

@@ -538,7 +538,7 @@ class PipelineSchedule:
         self,
         /,
         comm: str | None = None,
-        memory_cap: SupportsFloat | SupportsIndex | None = None,
+        memory_cap: float | Sequence[float] | None = None,
         activation: float | Iterable[float] = ...,
         stash: float | Iterable[float] | None = None,
         *,
@@ -552,10 +552,12 @@ class PipelineSchedule:
         ``comm`` adds communication under one way to deliver messages: ``"buffered"`` (a send never waits),
         ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
         queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
-        computations is posted together). Instead, ``capacity`` bounds the messages under way on a directed edge. A
-        schedule that is not lowered is lowered for that. ``None`` is what the schedule declares.
+        computations is posted together; a schedule cannot declare that, only be checked for it). Instead, ``capacity``
+        bounds the messages under way on a directed edge. A schedule that is not lowered is lowered for that. ``None``
+        is what the schedule declares.
 
-        With ``memory_cap`` no rank may hold more than that, where ``activation`` and ``stash`` are as in ``simulate``.
+        With ``memory_cap`` no rank may hold more than that (a list: each rank), where ``activation`` and ``stash`` are
+        as in ``simulate``.
 
         Raises ``PlanError`` with the first fault.
         """
@@ -571,6 +573,9 @@ class PipelineSchedule:
     def explain(self, /) -> str:
         """
         The schedule as an aligned text table, one line a rank; a long one shows both ends.
+
+        ``held`` is the most micro-batches that the rank's stages hold at once, one counted at each stage that holds it;
+        ``Simulation.peak`` is in the unit of ``activation``, by default one micro-batch on all stages of a rank.
         """
     @classmethod
     def from_json(cls, /, text: str) -> PipelineSchedule:
@@ -623,7 +628,8 @@ class PipelineSchedule:
 
         ``costs``, spelled as for ``pipeline_schedule``, are what a run takes: each receive is posted when its message
         leaves, so at these costs the lowered programs take no longer than the schedule itself, as far as the receives
-        ahead cover the latency. By default every computation takes the same time and a hop a quarter of it.
+        ahead cover the latency; and never longer than without ``costs``. By default every computation takes the same
+        time and a hop a quarter of it.
 
         Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, for fewer receives ahead than
         it needs, and for options that do not fit each other.
@@ -704,9 +710,9 @@ class PipelineSchedule:
         (``None``: the same).
 
         Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
-        each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
-        each message that it sends or receives. ``composite`` scales the time of a composite against the sum of its
-        parts.
+        each stage's output in ``message`` with the one ``bandwidth`` of all edges (neither goes without the other),
+        ``overlap=False`` where a rank waits for each message that it sends or receives. ``composite`` scales the time
+        of a composite against the sum of its parts.
 
         Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
         on.
@@ -1139,9 +1145,10 @@ class Simulation:
         """
     def to_ascii(self, /, *, max_width: SupportsIndex = ...) -> str:
         """
-        A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
+        A grid as text: ranks are rows, time goes to the right, to scale.
 
-        Labels are shortened where that lets all of it be seen. Raises ``PlanError`` for a negative width.
+        A grid of more than ``max_width`` columns goes on in further bands of lines; of one too long for labels the
+        start is shown. Raises ``PlanError`` for a negative width.
         """
     def to_perfetto(self, /, *, microseconds: SupportsFloat | SupportsIndex = ...) -> str:
         """
@@ -1214,7 +1221,8 @@ class Synthesis:
     @property
     def found_by(self, /) -> str:
         """
-        What found it: the name of a schedule, ``list-scheduling`` or ``local-search``.
+        What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``list-scheduling`` or
+        ``local-search``.
         """
     @property
     def gap(self, /) -> float:
@@ -1423,7 +1431,8 @@ def pipeline_schedule(
     ``interleaved-zb``, ``zb-v``, ``v-half``, ``v-min``, ``dualpipe``, ``dualpipe-v`` and ``seq-1f1b``. Any number of
     micro-batches works, also fewer than ranks. ``num_chunks`` is the number of stages on each rank (for ``seq-1f1b``
     the number of slices of a sequence); ``None`` is the schedule's own. ``costs`` guide the V schedules: ``(forward,
-    input_grad, weight_grad)``, or with ``hop`` as a fourth, or a mapping of the names that ``simulate`` takes.
+    input_grad, weight_grad)``, or with ``hop`` as a fourth, or a mapping of the names that ``simulate`` takes. Times
+    that a mapping leaves out are 1, ``hop`` is 0, and the sizes are as in ``simulate``.
 
     Raises ``PlanError`` for an unknown name and for counts or costs that the schedule cannot have.
     """

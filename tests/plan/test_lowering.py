@@ -45,6 +45,14 @@ def test_lowered_schedules_hide_their_messages(name: str, num_ranks: int, num_mi
                 assert usual.simulate(*times, hop).makespan <= 1.02 * ideal
 
 
+@pytest.mark.parametrize("hop", [0.25, 0.9, 1.5])
+@pytest.mark.parametrize("name", plan.schedule_names())
+def test_costs_never_make_a_lowered_schedule_worse(name: str, hop: float) -> None:
+    costs = {"forward": 1.0, "input_grad": 1.2, "weight_grad": 0.7, "hop": hop}
+    schedule = plan.pipeline_schedule(name, 4, 8)
+    assert schedule.lower(costs=costs).simulate(**costs).makespan <= schedule.lower().simulate(**costs).makespan
+
+
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), COUNTS)
 @pytest.mark.parametrize("name", plan.schedule_names())
 def test_receives_ahead_is_a_bound(name: str, num_ranks: int, num_microbatches: int) -> None:

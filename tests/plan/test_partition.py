@@ -92,6 +92,7 @@ def test_classes_are_matched_as_people_write_them() -> None:
             lambda: plan.partition_by_class(["A", "B", "A"], "c", 1),
             "no layer: expected one of A, B",
         ),
+        (lambda: plan.partition_by_class("Block", "b", 2), "class_names is the string 'Block': expected a list"),
         (lambda: plan.partition_by_class(["A"], "(", 1), "is no regular expression"),
         (lambda: plan.check_boundaries([0, 3, 3, 5], 5), "part 1 is empty"),
         (lambda: plan.check_boundaries([0, 4], 5), "must end with the last layer, at 5"),

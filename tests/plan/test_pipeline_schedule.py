@@ -299,7 +299,19 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(capacity=-1), "capacity is -1"),
         (lambda: plan.pipeline_schedule("1F1B", 2, 2), '; did you mean "1f1b"?'),
         (lambda: plan.pipeline_schedule("interleave", 2, 2), '; did you mean "interleaved"?'),
+        (lambda: plan.pipeline_schedule("Interleaved1F1B", 2, 2), '; did you mean "interleaved"?'),
+        (lambda: plan.pipeline_schedule("ScheduleZBVZeroBubble", 2, 2), '; did you mean "zb-v"?'),
+        (lambda: plan.pipeline_schedule("InterleavedZeroBubble", 2, 2), '; did you mean "interleaved-zb"?'),
+        (lambda: plan.pipeline_schedule("ScheduleLoopedBFS", 2, 2), '; did you mean "looped-bfs"?'),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=1), "at most the cap of 1"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=[2, 0]), "rank 1, position 0"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=[2]), "one entry for each of the 2 ranks"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(1, 1, 1, message=[1, 1]), "message without bandwidth"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(1, 1, 1, bandwidth=2), "bandwidth without message"),
+        (
+            lambda: one_rank("0F0&", "0B0").simulate(1.7e308, 0, 0, fused_backward=1.7e308, composite=0),
+            "beyond what a double can hold",
+        ),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=float("nan")), "memory_cap = NaN"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(zero_stage=4), "zero_stage is 4"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(tied=[[0]]), "tied stages [0]"),
@@ -340,6 +352,10 @@ def test_bad_input_is_named(call: Any, text: str) -> None:
         (lambda: plan.pipeline_schedule("zb-v", 2, 2, costs=1), "costs are (forward, input_grad, weight_grad)"),
         (lambda: plan.pipeline_schedule("zb-v", 2, 2, costs={"fwd": 1}), 'unknown cost "fwd": expected forward,'),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate("a", 1, 1), "expected a number"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate({0: 10, 1: 1}, 1, 1), "numbers (per stage), got {0: 10"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(1, {2, 3}, 1), "numbers (per stage), got {2, 3}"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(1, 1, 1, hop=[0.1]), "expected a number, got [0.1]"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2.5), "expected an integer, got 2.5"),
         (lambda: plan.PipelineSchedule([[1]], [0], 1), "rank 0, position 0: a program is a list of actions"),
         (lambda: plan.PipelineSchedule([["0F0"], "1F0"], [0, 1], 1), "rank 1: a program is a list of actions"),
         (lambda: plan.PipelineSchedule([["0F0"], 7], [0, 1], 1), "rank 1: a program is a list of actions"),
@@ -350,6 +366,19 @@ def test_what_is_no_number_or_name_is_a_type_error(call: Any, text: str) -> None
     with pytest.raises(TypeError) as caught:
         call()
     assert text in str(caught.value)
+
+
+def test_a_type_error_names_its_argument() -> None:
+    with pytest.raises(TypeError) as caught:
+        plan.pipeline_schedule("1f1b", 2, 2).simulate(1, {0: 1}, 1)
+    assert "'input_grad'" in "".join(caught.value.__notes__)
+
+
+def test_each_rank_may_have_its_own_cap() -> None:
+    schedule = plan.pipeline_schedule("1f1b", 2, 4)
+    schedule.check(memory_cap=[2, 1])
+    made = plan.synthesize(2, 4, 1, 1, 1, memory_cap=[2, 1])
+    made.schedule.check(memory_cap=[2, 1])
 
 
 def test_the_failing_cell_is_marked() -> None:

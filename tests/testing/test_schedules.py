@@ -63,6 +63,48 @@ def test_names_are_checked() -> None:
         testing.schedule_mutants(plan.pipeline_schedule("gpipe", 2, 2), ["typo"])
 
 
+@settings(max_examples=60)
+@given(data=st.data(), max_ranks=st.integers(1, 4), max_microbatches=st.integers(1, 4))
+def test_bounds_hold_for_every_name(data: st.DataObject, max_ranks: int, max_microbatches: int) -> None:
+    bounds = {"max_ranks": max_ranks, "max_microbatches": max_microbatches}
+    names = ["dualpipe", "1f1b", "any-order"] if data.draw(st.booleans()) else None
+    schedule = data.draw(testing.schedules(names, **bounds))
+    assert schedule.num_ranks <= max_ranks
+    assert schedule.num_microbatches <= max_microbatches
+
+
+def test_a_bidirectional_schedule_is_drawn_up_to_its_bounds() -> None:
+    drawn = testing.schedules(["dualpipe"], max_ranks=3, max_microbatches=3)
+    assert find(drawn, lambda s: (s.num_ranks, s.num_microbatches) == (2, 3), settings=settings(database=None))
+
+
+def test_names_that_no_size_within_the_bounds_has_are_an_error() -> None:
+    with pytest.raises(ValueError, match="none of the schedules dualpipe has max_ranks=1"):
+        testing.schedules(["dualpipe"], max_ranks=1)
+    with pytest.raises(ValueError, match=r"none of the schedules \(no names\)"):
+        testing.schedules([])
+    with pytest.raises(ValueError, match=r"got the string '1f1b': write \['1f1b'\]"):
+        testing.schedules("1f1b")
+
+
+def test_schedules_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from shardcore import testing\n"
+        "testing.schedules(['1f1b'])\n"
+        "assert testing.MUTANT_KINDS and testing.assert_schedule and testing.pipeline_shapes()\n"
+        "try: testing.twin\n"
+        "except ImportError as error: print(error.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "torch\n"), done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in testing.__all__ if not hasattr(testing, name)] == []
+
+
 def test_a_wrong_schedule_fails_with_its_grid() -> None:
     programs = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1", "1B1"]]
     wrong = plan.PipelineSchedule(programs, [0, 1], 2)
@@ -102,7 +144,7 @@ def test_without_hypothesis_the_message_says_what_to_install() -> None:
         "import sys\n"
         "sys.modules['hypothesis'] = None\n"
         "from shardcore import testing\n"
-        "testing.zoo\n"
+        "assert testing.zoo and testing.spmd\n"
         "try: testing.schedules\n"
         "except ImportError as error: print(error)\n"
     )

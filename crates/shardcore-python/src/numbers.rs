@@ -1,6 +1,6 @@
 //! Numbers of Python as the planner's input: of any size, without an `OverflowError`.
 
-use pyo3::exceptions::PyOverflowError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_union};
@@ -23,7 +23,8 @@ impl<'py> FromPyObject<'_, 'py> for Whole {
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
                 Ok(Self(if object.lt(0)? { i128::MIN } else { i128::MAX }))
             }
-            result => result.map(Self),
+            Err(_) => Err(wrong("an integer", object)),
+            Ok(value) => Ok(Self(value)),
         }
     }
 }
@@ -68,9 +69,15 @@ impl<'py> FromPyObject<'_, 'py> for Number {
                 let expected = "at most 1.8e308 in either direction: use a larger unit".to_owned();
                 Err(CoreError::from(PlanError::BadCost { what, expected }).into())
             }
-            result => result.map(Self),
+            Err(_) => Err(wrong("a number", object)),
+            Ok(value) => Ok(Self(value)),
         }
     }
+}
+
+/// What an argument of another type is told; its name is added where it is read.
+pub(crate) fn wrong(expected: &str, object: Borrowed<'_, '_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!("expected {expected}, got {:?}", object.to_owned()))
 }
 
 /// Plain numbers from those of Python.

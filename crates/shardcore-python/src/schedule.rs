@@ -19,6 +19,7 @@ use crate::schedule_args::{
     Latencies, PyAmount, PyCosts, PyLowering, amount, cost_spec, count, lowering, lowering_dict, network, ranks,
 };
 use crate::simulation::PySimulation;
+use crate::synthesis::Cap;
 
 /// What each rank of a pipeline does, in which order.
 ///
@@ -162,7 +163,8 @@ impl PyPipelineSchedule {
     ///
     /// ``costs``, spelled as for ``pipeline_schedule``, are what a run takes: each receive is posted when its message
     /// leaves, so at these costs the lowered programs take no longer than the schedule itself, as far as the receives
-    /// ahead cover the latency. By default every computation takes the same time and a hop a quarter of it.
+    /// ahead cover the latency; and never longer than without ``costs``. By default every computation takes the same
+    /// time and a hop a quarter of it.
     ///
     /// Raises ``PlanError`` for a schedule that is lowered already or cannot be executed, for fewer receives ahead than
     /// it needs, and for options that do not fit each other.
@@ -211,9 +213,9 @@ impl PyPipelineSchedule {
     /// (``None``: the same).
     ///
     /// Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
-    /// each stage's output in ``message`` with the ``bandwidth`` of an edge, ``overlap=False`` where a rank waits for
-    /// each message that it sends or receives. ``composite`` scales the time of a composite against the sum of its
-    /// parts.
+    /// each stage's output in ``message`` with the one ``bandwidth`` of all edges (neither goes without the other),
+    /// ``overlap=False`` where a rank waits for each message that it sends or receives. ``composite`` scales the time
+    /// of a composite against the sum of its parts.
     ///
     /// Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
     /// on.
@@ -247,10 +249,12 @@ impl PyPipelineSchedule {
     /// ``comm`` adds communication under one way to deliver messages: ``"buffered"`` (a send never waits),
     /// ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
     /// queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
-    /// computations is posted together). Instead, ``capacity`` bounds the messages under way on a directed edge. A
-    /// schedule that is not lowered is lowered for that. ``None`` is what the schedule declares.
+    /// computations is posted together; a schedule cannot declare that, only be checked for it). Instead, ``capacity``
+    /// bounds the messages under way on a directed edge. A schedule that is not lowered is lowered for that. ``None``
+    /// is what the schedule declares.
     ///
-    /// With ``memory_cap`` no rank may hold more than that, where ``activation`` and ``stash`` are as in ``simulate``.
+    /// With ``memory_cap`` no rank may hold more than that (a list: each rank), where ``activation`` and ``stash`` are
+    /// as in ``simulate``.
     ///
     /// Raises ``PlanError`` with the first fault.
     #[pyo3(signature = (comm = None, memory_cap = None, activation = PyAmount::ONE, stash = None, *, capacity = None), text_signature = "($self, comm=None, memory_cap=None, activation=1.0, stash=None, *, capacity=None)")]
@@ -258,7 +262,7 @@ impl PyPipelineSchedule {
         &self,
         py: Python<'_>,
         comm: Option<&str>,
-        memory_cap: Option<Number>,
+        memory_cap: Option<Cap>,
         activation: PyAmount,
         stash: Option<PyAmount>,
         capacity: Option<Whole>,
@@ -268,7 +272,10 @@ impl PyPipelineSchedule {
         gil::run(py, || {
             check_under(&self.0, delivery)?;
             match memory_cap {
-                Some(cap) => check::memory(&self.0, cap.0, &costs_of(&self.0, &spec)?),
+                Some(cap) => {
+                    let caps = cap.of_ranks(self.0.num_ranks());
+                    check::memory_of_ranks(&self.0, &caps, &costs_of(&self.0, &spec)?)
+                }
                 None => Ok(()),
             }
         })
@@ -280,6 +287,9 @@ impl PyPipelineSchedule {
     }
 
     /// The schedule as an aligned text table, one line a rank; a long one shows both ends.
+    ///
+    /// ``held`` is the most micro-batches that the rank's stages hold at once, one counted at each stage that holds it;
+    /// ``Simulation.peak`` is in the unit of ``activation``, by default one micro-batch on all stages of a rank.
     fn explain(&self, py: Python<'_>) -> PyResult<String> {
         gil::run_infallible(py, || self.0.explain())
     }
@@ -386,7 +396,8 @@ fn assembled(header: Header, programs: Vec<Vec<Action>>, lowering: Option<Loweri
 /// ``interleaved-zb``, ``zb-v``, ``v-half``, ``v-min``, ``dualpipe``, ``dualpipe-v`` and ``seq-1f1b``. Any number of
 /// micro-batches works, also fewer than ranks. ``num_chunks`` is the number of stages on each rank (for ``seq-1f1b``
 /// the number of slices of a sequence); ``None`` is the schedule's own. ``costs`` guide the V schedules: ``(forward,
-/// input_grad, weight_grad)``, or with ``hop`` as a fourth, or a mapping of the names that ``simulate`` takes.
+/// input_grad, weight_grad)``, or with ``hop`` as a fourth, or a mapping of the names that ``simulate`` takes. Times
+/// that a mapping leaves out are 1, ``hop`` is 0, and the sizes are as in ``simulate``.
 ///
 /// Raises ``PlanError`` for an unknown name and for counts or costs that the schedule cannot have.
 #[pyfunction]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyFrozenSet, PySet};
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
 use shardcore_plan::PlanError;
@@ -12,7 +12,7 @@ use shardcore_plan::schedule::simulate::Network;
 use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
 
 use crate::error::CoreError;
-use crate::numbers::{Number, Whole, fit_all, plain};
+use crate::numbers::{Number, Whole, fit_all, plain, wrong};
 
 /// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
 pub(crate) fn count(value: Whole, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
@@ -49,16 +49,19 @@ impl<'py> FromPyObject<'_, 'py> for PyAmount {
         if let Ok(value) = object.extract::<f64>() {
             return Ok(Self(Amount::PerRank(value)));
         }
+        // Neither is a list: one gives its keys, the other no order.
+        if object.hasattr("keys")? || object.is_instance_of::<PySet>() || object.is_instance_of::<PyFrozenSet>() {
+            return Err(wrong(EXPECTED_AMOUNT, object));
+        }
         let per_stage = object.try_iter().and_then(|items| items.map(|item| item?.extract()).collect());
         match per_stage {
             Ok(values) => Ok(Self(Amount::PerStage(values))),
-            Err(_) => Err(PyTypeError::new_err(format!(
-                "expected a number (per rank and micro-batch) or a list of numbers (per stage), got {:?}",
-                object.to_owned()
-            ))),
+            Err(_) => Err(wrong(EXPECTED_AMOUNT, object)),
         }
     }
 }
+
+const EXPECTED_AMOUNT: &str = "a number (per rank and micro-batch) or a list of numbers (per stage)";
 
 impl PyAmount {
     /// One unit of memory for a micro-batch on a rank: the default of activations.
@@ -166,6 +169,7 @@ pub(crate) fn network(
     overlap: bool,
     composite: Number,
 ) -> Result<Network, CoreError> {
+    check_pair(message.as_deref(), bandwidth)?;
     let edge = |((from, to), time): ((Whole, Whole), Number)| -> Result<((u32, u32), f64), CoreError> {
         let rank = |rank: Whole| {
             rank.fit_or(|_| PlanError::BadCost {
@@ -182,6 +186,21 @@ pub(crate) fn network(
         overlap,
         composite: composite.0,
     })
+}
+
+/// Refuses sizes without a bandwidth, and a bandwidth without sizes: one without the other would count for nothing.
+fn check_pair(message: Option<&[Number]>, bandwidth: Option<Number>) -> Result<(), PlanError> {
+    let sizes = message.is_some_and(|sizes| !sizes.is_empty());
+    let (what, expected) = match bandwidth {
+        None if sizes => {
+            ("message without bandwidth", "also bandwidth, the size that an edge carries in a unit of time")
+        }
+        Some(bandwidth) if bandwidth.0 != f64::INFINITY && !sizes => {
+            ("bandwidth without message", "also message, the size of each stage's output")
+        }
+        _ => return Ok(()),
+    };
+    Err(PlanError::BadCost { what: what.to_owned(), expected: expected.to_owned() })
 }
 
 /// Latencies of directed edges.

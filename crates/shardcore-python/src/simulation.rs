@@ -92,9 +92,10 @@ impl PySimulation {
         Ok(self.at(&self.run.memory, rank)?.iter().map(|point| (point.time, point.held)).collect())
     }
 
-    /// A grid as text: ranks are rows, time goes to the right, to scale. At most ``max_width`` columns are shown.
+    /// A grid as text: ranks are rows, time goes to the right, to scale.
     ///
-    /// Labels are shortened where that lets all of it be seen. Raises ``PlanError`` for a negative width.
+    /// A grid of more than ``max_width`` columns goes on in further bands of lines; of one too long for labels the
+    /// start is shown. Raises ``PlanError`` for a negative width.
     #[pyo3(signature = (*, max_width = Whole(160)), text_signature = "($self, *, max_width=160)")]
     fn to_ascii(&self, py: Python<'_>, max_width: Whole) -> PyResult<String> {
         let max_width = max_width.fit("max_width", "0 to 2^64 - 1 columns").map_err(CoreError::from)?;

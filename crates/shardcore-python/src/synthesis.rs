@@ -59,7 +59,8 @@ impl PySynthesis {
         self.gap
     }
 
-    /// What found it: the name of a schedule, ``list-scheduling`` or ``local-search``.
+    /// What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``list-scheduling`` or
+    /// ``local-search``.
     #[getter]
     fn found_by(&self) -> &str {
         &self.found_by
@@ -105,6 +106,16 @@ pub(crate) enum Cap {
     All(f64),
     /// One entry per rank.
     PerRank(Vec<f64>),
+}
+
+impl Cap {
+    /// One entry for each rank, as many as were given.
+    pub(crate) fn of_ranks(self, num_ranks: u32) -> Vec<f64> {
+        match self {
+            Self::All(cap) => vec![cap; num_ranks as usize],
+            Self::PerRank(caps) => caps,
+        }
+    }
 }
 
 impl<'py> FromPyObject<'_, 'py> for Cap {
@@ -168,10 +179,7 @@ pub(crate) fn synthesize(
         placement: placed(num_ranks, placement)?,
         num_microbatches: count(num_microbatches, PlanError::num_microbatches)?,
         costs: cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash),
-        memory_cap: memory_cap.map(|cap| match cap {
-            Cap::All(cap) => vec![cap; num_ranks as usize],
-            Cap::PerRank(caps) => caps,
-        }),
+        memory_cap: memory_cap.map(|cap| cap.of_ranks(num_ranks)),
         objective: parse_objective(objective)?,
     };
     let Synthesis { schedule, value, lower_bound, gap, found_by } = gil::run(py, || make(&request))?;

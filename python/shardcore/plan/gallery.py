@@ -74,7 +74,8 @@ EXHIBITS = (
         text=(
             "Twice the warm-up, twice the memory: at equal costs no rank is idle between its first and last "
             "action. Only an optimizer that steps each stage by itself (post-validation) gains that; behind a "
-            "barrier it is as ZB-H1."
+            "barrier it is no better than ZB-H1, and worse where there are few micro-batches (at 4 ranks and 4 "
+            "micro-batches 25% idle against 20%)."
         ),
     ),
     Exhibit(name="interleaved-zb", text="Interleaved, with a split backward: both ways to a smaller bubble in one."),
@@ -114,7 +115,8 @@ _HEAD = """# Pipeline schedules
 <!-- Written by `python -m shardcore.plan.gallery docs`. -->
 
 A schedule says what each rank of a pipeline computes, sends and receives, and in which order. Schedules are plans:
-made, checked, simulated and drawn without torch and without a GPU.
+made, checked, simulated and drawn without torch and without a GPU. What is wrong with one is a
+`shardcore.errors.PlanError`, which is a `ValueError`.
 
 ```python
 from shardcore import plan
@@ -225,7 +227,8 @@ assert plan.partition_by_class(["Embedding", "Block", "Block", "Head"], "block",
 torch before 2.15), and `plan.PipelineSchedule.from_torch_csv(text)` reads what its `_dump_csv` writes, with or without
 communication.
 `plan.from_megatron_layout("Et*3|(tt|)*29,m|L")` and `plan.to_megatron_layout(layers, boundaries)` speak the layout
-string of Megatron's `--pipeline-model-parallel-layout`. Both name the place of every fault; nothing is skipped.
+string of Megatron's `--pipeline-model-parallel-layout`. Both name the place of every fault; nothing is skipped. Every
+stage must have a layer: a string with an empty one, such as `E|(t|)*3,m|m||L`, is refused.
 
 ## Testing your own schedules
 

@@ -18,8 +18,13 @@ def partition_by_class(
     for anywhere in the name, in upper or lower case (as DeepSpeed's ``partition_method="type:..."`` does). Boundaries
     and ties are those of ``partition_layers``.
 
-    Raises ``PlanError`` for a pattern that is none or matches no layer, and for fewer layers than parts.
+    Raises ``PlanError`` for one string as ``class_names``, for a pattern that is none or matches no layer, and for
+    fewer layers than parts.
     """
+    if isinstance(class_names, str):
+        raise PlanError(
+            f"class_names is the string {class_names!r}: expected a list with the name of every layer's class"
+        )
     names = list(class_names)
     try:
         matches = re.compile(pattern, re.IGNORECASE).search

@@ -2,7 +2,9 @@
 
 ``spmd`` and ``run_spmd`` run a function on rank processes. ``tensor_bytes`` and ``PeakTensorBytes`` count live
 storages. ``zoo`` has tiny models, ``twin`` the reference loop and comparisons. ``schedules`` and its neighbours are
-hypothesis strategies and assertions for pipeline schedules; they need hypothesis.
+hypothesis strategies and assertions for pipeline schedules; they need hypothesis, and no torch.
+
+Names are imported when first used, so that each needs only what it works with.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardcore.testing import twin, zoo
-from shardcore.testing.decorator import run_spmd, spmd
-from shardcore.testing.memory import PeakTensorBytes, tensor_bytes
-from shardcore.testing.pool import SpmdSkip, shutdown
-from shardcore.testing.reference import reference_step
-from shardcore.testing.report import RankReport, SpmdError
-
 if TYPE_CHECKING:
+    from shardcore.testing import twin as twin
+    from shardcore.testing import zoo as zoo
+    from shardcore.testing.decorator import run_spmd as run_spmd
+    from shardcore.testing.decorator import spmd as spmd
+    from shardcore.testing.memory import PeakTensorBytes as PeakTensorBytes
+    from shardcore.testing.memory import tensor_bytes as tensor_bytes
     from shardcore.testing.mutants import MUTANT_KINDS as MUTANT_KINDS
     from shardcore.testing.mutants import Mutant as Mutant
     from shardcore.testing.mutants import schedule_mutants as schedule_mutants
@@ -26,6 +27,34 @@ if TYPE_CHECKING:
     from shardcore.testing.pipeline import pipeline_shapes as pipeline_shapes
     from shardcore.testing.pipeline import schedule_costs as schedule_costs
     from shardcore.testing.pipeline import schedules as schedules
+    from shardcore.testing.pool import SpmdSkip as SpmdSkip
+    from shardcore.testing.pool import shutdown as shutdown
+    from shardcore.testing.reference import reference_step as reference_step
+    from shardcore.testing.report import RankReport as RankReport
+    from shardcore.testing.report import SpmdError as SpmdError
+
+_HOME = {
+    "MUTANT_KINDS": "mutants",
+    "Mutant": "mutants",
+    "PeakTensorBytes": "memory",
+    "PipelineShape": "pipeline",
+    "RankReport": "report",
+    "SpmdError": "report",
+    "SpmdSkip": "pool",
+    "assert_schedule": "pipeline",
+    "pipeline_shapes": "pipeline",
+    "reference_step": "reference",
+    "run_spmd": "decorator",
+    "schedule_costs": "pipeline",
+    "schedule_mutants": "mutants",
+    "schedules": "pipeline",
+    "shutdown": "pool",
+    "spmd": "decorator",
+    "tensor_bytes": "memory",
+}
+"""The file of each name."""
+
+_MODULES = ("twin", "zoo")
 
 __all__ = [
     "MUTANT_KINDS",
@@ -49,27 +78,21 @@ __all__ = [
     "zoo",
 ]
 
-_WITH_HYPOTHESIS = {
-    "MUTANT_KINDS": "mutants",
-    "Mutant": "mutants",
-    "PipelineShape": "pipeline",
-    "assert_schedule": "pipeline",
-    "pipeline_shapes": "pipeline",
-    "schedule_costs": "pipeline",
-    "schedule_mutants": "mutants",
-    "schedules": "pipeline",
-}
-"""Names whose file imports hypothesis, which the rest of this room does not need."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_HYPOTHESIS:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_WITH_HYPOTHESIS[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
         raise ImportError(
             f"shardcore.testing.{name} needs hypothesis, which is not installed: pip install 'shardcore-torch[testing]'"
         ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

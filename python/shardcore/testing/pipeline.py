@@ -60,20 +60,26 @@ def schedules(
 ) -> st.SearchStrategy[plan.PipelineSchedule]:
     """Schedules that can be executed: named ones, and random orders on random placements.
 
-    ``names`` are those of ``plan.pipeline_schedule`` and ``"any-order"``; by default all. ``lowered`` asks for programs
-    with communication, without, or (``None``) for either.
+    ``names`` are those of ``plan.pipeline_schedule`` and ``"any-order"``; by default all. One that no size within the
+    bounds has is left out: ``dualpipe`` takes an even number of ranks. ``lowered`` asks for programs with
+    communication, without, or (``None``) for either.
+
+    Raises ``ValueError`` for an unknown name, and if the bounds leave no name.
     """
-    known = (*plan.schedule_names(), ANY_ORDER)
-    wanted = list(known if names is None else names)
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"unknown pipeline schedule {name!r}: expected one of {', '.join(known)}")
+    largest = PipelineShape(num_ranks=max_ranks, num_microbatches=max_microbatches, num_chunks=max_chunks)
+    wanted = [name for name in _known(names) if name == ANY_ORDER or _named(name, largest, largest) is not None]
+    if not wanted:
+        listed = ", ".join(_known(names)) or "(no names)"
+        raise ValueError(
+            f"none of the schedules {listed} has max_ranks={max_ranks}, max_microbatches={max_microbatches} and "
+            f"max_chunks={max_chunks} or less; raise these or name other schedules"
+        )
 
     @st.composite
     def drawn(draw: st.DrawFn) -> plan.PipelineSchedule:
         name = draw(st.sampled_from(wanted))
         shape = draw(pipeline_shapes(max_ranks=max_ranks, max_microbatches=max_microbatches, max_chunks=max_chunks))
-        schedule = _any_order(draw, shape) if name == ANY_ORDER else _named(name, shape)
+        schedule = _any_order(draw, shape) if name == ANY_ORDER else _named(name, shape, largest)
         if schedule is None:
             reject()
         return schedule.lower() if lowered or (lowered is None and draw(st.booleans())) else schedule
@@ -81,14 +87,24 @@ def schedules(
     return drawn()
 
 
-def _named(name: str, shape: PipelineShape) -> plan.PipelineSchedule | None:
-    """The named schedule of that shape, or of the nearest that it can have; None if it can have none near."""
+def _known(names: Sequence[str] | None) -> list[str]:
+    """The names that were asked for. Raises ``ValueError`` for one that is none."""
+    known = [*plan.schedule_names(), ANY_ORDER]
+    if isinstance(names, str):
+        raise ValueError(f"names is a sequence of names, got the string {names!r}: write [{names!r}]")
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"unknown pipeline schedule {name!r}: expected one of {', '.join(known)}")
+    return known if names is None else list(names)
+
+
+def _named(name: str, shape: PipelineShape, largest: PipelineShape) -> plan.PipelineSchedule | None:
+    """The named schedule of that shape, or of the nearest within the bounds that it can have; None if it has none."""
+    even = shape.num_ranks + shape.num_ranks % 2  # a bidirectional pipeline wants that
     for num_chunks in (shape.num_chunks, None):
-        for odd in (1, 0):  # a bidirectional pipeline wants even numbers
-            num_ranks = shape.num_ranks + (1 - odd) * (shape.num_ranks % 2)
-            num_microbatches = shape.num_microbatches + (1 - odd) * (shape.num_microbatches % 2)
+        for num_ranks in (shape.num_ranks, even if even <= largest.num_ranks else even - 2):
             with suppress(PlanError):
-                return plan.pipeline_schedule(name, num_ranks, num_microbatches, num_chunks)
+                return plan.pipeline_schedule(name, num_ranks, shape.num_microbatches, num_chunks)
     return None
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed
 
-import shardcore.testing.worker  # noqa: F401
+import shardcore.testing.decorator
+import shardcore.testing.memory
+import shardcore.testing.reference
+import shardcore.testing.twin
+import shardcore.testing.worker
+import shardcore.testing.zoo  # noqa: F401
 
 # torch loads its compiler, seconds of imports, when the first optimizer of a process is made.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])

@@ -35,20 +35,26 @@ macro_rules! named {
 
 pub(crate) use named;
 
-/// The known name that is most like one that is not known: in other case, without its separators, cut off, or with a
-/// few letters missing, added or changed.
+/// The known name that is most like one that is not known: in other case, without its separators, cut off, with more
+/// behind it, or with a few letters missing, added or changed. Torch's names of schedules are read as such:
+/// `ScheduleZBVZeroBubble` begins with `zb-v`.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let plain = |name: &str| -> Vec<char> {
         name.chars().filter(|letter| letter.is_alphanumeric()).map(|letter| letter.to_ascii_lowercase()).collect()
     };
-    let wanted = plain(name);
+    let bare = name.strip_prefix("Schedule").unwrap_or(name).replace("ZeroBubble", "ZB");
+    let wanted = plain(&bare);
     let close = |known: &'a str| {
         let letters = plain(known);
         let distance = distance(&wanted, &letters);
         let is_start = wanted.len() >= 3 && letters.starts_with(&wanted);
-        (is_start || distance <= wanted.len().min(letters.len()) / 3).then_some((distance, known))
+        let goes_on = letters.len() >= 3 && wanted.starts_with(&letters);
+        let is_close = is_start || goes_on || distance <= wanted.len().min(letters.len()) / 3;
+        is_close.then_some((distance, known, goes_on))
     };
-    known.into_iter().filter_map(close).min_by_key(|&(distance, _)| distance).map(|(_, known)| known)
+    // Of those of which the name is more, the longest: it is the nearest.
+    let found = known.into_iter().filter_map(close);
+    found.min_by_key(|&(distance, _, goes_on)| (!goes_on, distance)).map(|(_, known, _)| known)
 }
 
 /// How many letters must be added, left out or changed to make one of the other (Wagner and Fischer, "The

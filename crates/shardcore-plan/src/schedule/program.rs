@@ -203,7 +203,7 @@ impl Schedule {
             return Err(format!("{kind} is for no micro-batch: expected 0, got {microbatch}"));
         }
         if !lowered && !kind.is_compute() {
-            return Err("only a lowered schedule has more than F, B, I and W; use Schedule::new_lowered".to_owned());
+            return Err("only a lowered schedule has more than F, B, I and W; say what it is lowered for".to_owned());
         }
         if action.slot != 0 && !(kind.has_slot() && lowered) {
             return Err("only receives, F, B and I of a lowered schedule have a slot".to_owned());

@@ -11,12 +11,12 @@ use crate::schedule::simulate::Ledger;
 /// Sums of sizes are rounded; a cap is not exceeded by less than this part of it.
 const ROUNDING: f64 = 1e-9;
 
-/// Checks that no rank holds more than `cap`. The costs fit the schedule.
-pub(super) fn check(schedule: &Schedule, cap: f64, costs: &Costs) -> Result<()> {
+/// Checks that no rank holds more than its cap, of which there is one for each. The costs fit the schedule.
+pub(super) fn check(schedule: &Schedule, caps: &[f64], costs: &Costs) -> Result<()> {
     let flow = Flow::of(schedule.header());
     let mut ledger = Ledger::default();
     ledger.set(schedule.header(), &flow, schedule.programs(), costs);
-    for (rank, program) in schedule.programs().iter().enumerate() {
+    for ((rank, program), &cap) in schedule.programs().iter().enumerate().zip(caps) {
         let mut over: Option<(usize, f64)> = None;
         ledger.walk(rank, program, |position, during, behind| {
             let held = during.max(behind);

@@ -85,12 +85,25 @@ pub fn strictest_communication(schedule: &Schedule) -> Option<CommModel> {
 /// [`PlanError::InvalidSchedule`] with the first action that exceeds the cap and all that is held there;
 /// [`PlanError::BadCost`] if the costs do not fit the schedule or the cap is no number.
 pub fn memory(schedule: &Schedule, cap: f64, costs: &Costs) -> Result<()> {
-    if cap.is_nan() {
+    memory_of_ranks(schedule, &vec![cap; schedule.programs().len()], costs)
+}
+
+/// Checks that no rank holds more than its own cap, in the unit of `costs`: `caps` has one for each rank.
+///
+/// # Errors
+/// As [`memory`], and [`PlanError::BadCost`] for another number of caps.
+pub fn memory_of_ranks(schedule: &Schedule, caps: &[f64], costs: &Costs) -> Result<()> {
+    let num_ranks = schedule.programs().len();
+    if caps.len() != num_ranks {
+        let what = format!("memory_cap (a list of {})", caps.len());
+        return Err(PlanError::BadCost { what, expected: format!("one entry for each of the {num_ranks} ranks") });
+    }
+    if caps.iter().any(|cap| cap.is_nan()) {
         let expected = "a number, in the unit of the activations".to_owned();
         return Err(PlanError::BadCost { what: "memory_cap = NaN".to_owned(), expected });
     }
     simulate::fit(schedule, costs)?;
-    memory_cap::check(schedule, cap, costs)
+    memory_cap::check(schedule, caps, costs)
 }
 
 /// Runs a schedule whose actions are all in place.

@@ -66,25 +66,33 @@ impl Schedule {
     /// that do not fit it.
     pub fn lower(&self, lowering: &Lowering) -> Result<Self> {
         let every = vec![1.0; self.num_stages() as usize];
-        self.lower_for(
-            lowering,
-            &Costs {
-                forward: every.clone(),
-                input_grad: every.clone(),
-                weight_grad: every.clone(),
-                fused_backward: None,
-                hop: USUAL_HOP,
-                activation: every.clone(),
-                stash: every,
-            },
-        )
+        let usual = Costs {
+            forward: every.clone(),
+            input_grad: every.clone(),
+            weight_grad: every.clone(),
+            fused_backward: None,
+            hop: USUAL_HOP,
+            activation: every.clone(),
+            stash: every,
+        };
+        self.lowered_at(lowering, &usual)
     }
 
-    /// The same, with the messages in the order of given costs: receives are posted when their messages leave.
+    /// The same, with the messages in the order of given costs: receives are posted when their messages leave. Where
+    /// the receives ahead are too few for that and [`Schedule::lower`] takes less at these costs, that.
     ///
     /// # Errors
     /// As [`Schedule::lower`], and [`PlanError::BadCost`] for costs that do not fit the schedule.
     pub fn lower_for(&self, lowering: &Lowering, costs: &Costs) -> Result<Self> {
+        let ordered = self.lowered_at(lowering, costs)?;
+        let makespan = |schedule: &Self| Ok::<f64, PlanError>(simulate::simulate(schedule, costs)?.makespan);
+        match self.lower(lowering) {
+            Ok(usual) if makespan(&usual)? < makespan(&ordered)? => Ok(usual),
+            _ => Ok(ordered),
+        }
+    }
+
+    fn lowered_at(&self, lowering: &Lowering, costs: &Costs) -> Result<Self> {
         if self.is_lowered() {
             let reason = "it is lowered already: lower the schedule that it was made from".to_owned();
             return Err(PlanError::BadLowering { reason });

@@ -88,7 +88,7 @@ impl Lowering {
         }
         if self.reduce == ReduceTiming::PerMicrobatch && !matches!(self.zero_stage, Some(2 | 3)) {
             let reason = "gradients are reduced per micro-batch at ZeRO stages 2 and 3 only: below them they stay whole \
-                          until the step; use ReduceTiming::Once";
+                          until the step; reduce \"once\", or at another stage";
             return Err(PlanError::BadLowering { reason: reason.to_owned() });
         }
         self.tied.iter().try_for_each(|group| check_group(group, placement))

@@ -120,14 +120,37 @@ mod tests {
         assert!(cut.lines().nth(1).unwrap().ends_with("|F0 F1 .... ..."), "{cut}");
     }
 
+    /// What the lines of a rank show, band after band.
+    fn lines_of(text: &str, rank: usize) -> Vec<&str> {
+        let name = format!("rank {rank} |");
+        let lines = text.lines().filter_map(|line| line.strip_prefix(&name));
+        lines.map(|line| line.strip_suffix(" ...").or(line.strip_suffix('|')).unwrap()).collect()
+    }
+
     #[test]
-    fn labels_are_shortened_before_a_picture_is_cut() {
+    fn every_cell_of_a_picture_can_be_told() {
         for &name in ScheduleName::ALL {
             let (schedule, run) = simulated(name, 4, 8);
-            let text = ascii(&schedule, &run, 180);
-            let ends = |row: &str| row.ends_with('|') && row.len() <= "rank 0 |".len() + 181;
-            assert!(text.lines().skip(1).all(ends), "{text}");
+            let text = ascii(&schedule, &run, 110);
+            assert!(text.lines().skip(1).all(|row| row.len() <= "rank 0 |".len() + 114), "{text}");
+            for (rank, program) in schedule.programs().iter().enumerate() {
+                let expected: Vec<String> = program.iter().map(|&action| label(&schedule, action)).collect();
+                if stages_a_rank(&schedule) == 1 {
+                    assert_eq!(lines_of(&text, rank).concat().replace([' ', '.'], ""), expected.concat());
+                } else {
+                    // Line by line: no label is cut in two.
+                    let lines = lines_of(&text, rank);
+                    let cells = lines.iter().flat_map(|line| line.split([' ', '.', '&']));
+                    assert_eq!(cells.filter(|cell| !cell.is_empty()).collect::<Vec<_>>(), expected, "{text}");
+                }
+            }
         }
+    }
+
+    #[test]
+    fn a_picture_too_long_for_labels_is_cut() {
+        let (schedule, run) = simulated(ScheduleName::Gpipe, 4, 4096);
+        assert_eq!(ascii(&schedule, &run, 160).lines().count(), 5);
     }
 
     #[test]

@@ -262,7 +262,8 @@ impl Simulator {
                 self.done[self.flow.cell(action.stage, action.microbatch)] |= mark(action.kind);
             }
         }
-        let cost = sum * self.costs.composite;
+        // A sum beyond every double stays one, whatever it is scaled by: 0 times infinity is no number.
+        let cost = if sum.is_finite() { sum * self.costs.composite } else { sum };
         let end = start + cost;
         self.occupy(rank, start, end, cost);
         for action in &program[index..stop] {

@@ -69,7 +69,7 @@ pub struct Synthesis {
     pub lower_bound: f64,
     /// How much longer the schedule takes than the bound, as a part of the bound: 0.03 is 3%.
     pub gap: f64,
-    /// What found it: the name of a schedule, `list-scheduling` or `local-search`.
+    /// What found it: the name of a schedule, `one-by-one`, `list-scheduling` or `local-search`.
     pub found_by: &'static str,
 }
 
