@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -145,8 +146,8 @@ class Edited:
             Clamped(), sc.Mesh(device="cpu"), stage=stage, precision=precision, offload=self.offload, units=()
         )
         self.optimizer = sc.optimizer("adamw", self.model, lr=1e-2)
-        self.other_state = self.optimizer.state_dict()
         self.step()
+        self.other_state = copy.deepcopy(self.optimizer.state_dict())
         self.other_weights = {name: value + 1 for name, value in sc.state_dict(self.model, rank0_only=False).items()}
         self.step()
 
