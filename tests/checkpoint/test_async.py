@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ from checkpoint.trainings import Setting, begin, look
 from shardcore import _core
 from shardcore.checkpoint.writing import Job
 from shardcore.errors import StateError, StorageError
+from shardcore.protocols import find_root
 from shardcore.testing import run_spmd, spmd
 
 
@@ -116,7 +120,7 @@ def slow_copies(seconds: float = 0.2) -> Iterator[None]:
         Job.copy = real  # type: ignore[method-assign]
 
 
-class Clamped(nn.Module):
+class WritesInForward(nn.Module):
     """Its forward writes to a weight and to a buffer."""
 
     def __init__(self) -> None:
@@ -143,7 +147,7 @@ class Edited:
         disk = sc.Offload(states="nvme", params="nvme" if stage == 3 else None, path=folder)
         self.offload = disk if home == "disk" else sc.Offload(states="cpu") if home == "host" else None
         self.model = sc.shard(
-            Clamped(), sc.Mesh(device="cpu"), stage=stage, precision=precision, offload=self.offload, units=()
+            WritesInForward(), sc.Mesh(device="cpu"), stage=stage, precision=precision, offload=self.offload, units=()
         )
         self.optimizer = sc.optimizer("adamw", self.model, lr=1e-2)
         self.step()
@@ -296,3 +300,53 @@ def test_a_wait_that_is_interrupted_is_not_forgotten(tmp_path: Path) -> None:
         training.step(0)
     sc.checkpoint.wait(training.model)
     assert sc.checkpoint.diff(tmp_path / "before", tmp_path / "during") == []
+
+
+class Clamped(nn.Linear):
+    """A forward that writes to its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@spmd(world=2)
+def test_loading_waits_for_the_copy(stage: int) -> None:
+    model = sc.shard(nn.Sequential(Clamped(4, 4), nn.Linear(4, 2)), sc.Mesh(), stage=stage)
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    state, shapes = optimizer.state_dict(), sc.state_dict(model, rank0_only=False)
+    acts = [
+        lambda: model.load_state_dict({name: torch.ones(param.shape) for name, param in shapes.items()}),
+        lambda: optimizer.load_state_dict(state),
+        optimizer.state_dict,
+    ]
+    if stage == 3:  # below it the forward writes to what is being copied, as code by hand does
+        acts.append(lambda: model(torch.ones(1, 4)))
+    for act in acts:
+        waited: list[int] = []
+        find_root(model).before_changes.append(lambda waited=waited: waited.append(1))
+        act()
+        assert waited == [1]
+
+
+def test_a_program_that_ends_after_a_failed_save_has_failed(tmp_path: Path) -> None:
+    program = """
+        import resource, sys
+        import torch
+        import shardcore as sc
+
+        model = sc.shard(torch.nn.Linear(64, 64), stage=2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        sc.checkpoint.save(sys.argv[1], model, async_=True)
+        print("ended", flush=True)
+    """
+    code = "\n".join(line.removeprefix(" " * 8) for line in program.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.stdout == "ended\n"
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert str(tmp_path) in done.stderr
