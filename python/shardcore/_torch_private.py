@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
@@ -444,3 +446,32 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     """What :func:`flatten` took apart, in new containers."""
     return tree_unflatten(leaves, structure)
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[Callable[[str, bytes | torch.Tensor], None]]:
+    """A new file in the form of ``torch.save``; gives what writes a record: its name, and bytes or a CPU tensor that
+    has its storage to itself. ``torch.save`` itself wants all tensors in memory at once.
+    """
+    writer = torch._C.PyTorchFileWriter(str(path))
+
+    def put(name: str, content: bytes | torch.Tensor) -> None:
+        if isinstance(content, torch.Tensor):
+            storage = content.untyped_storage()
+            writer.write_record(name, storage, storage.nbytes())  # type: ignore[arg-type]  # as torch.save does it
+        else:
+            writer.write_record(name, content, len(content))
+
+    try:
+        put("byteorder", sys.byteorder.encode())
+        yield put
+    finally:
+        writer.write_end_of_file()
+
+
+def rebuilt(storage: Any, shape: torch.Size) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What a pickle of ``torch.save`` says of a contiguous tensor [shape] of its own storage: a function of torch's
+    that has no public name, and its arguments.
+    """
+    strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
+    return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(shape), tuple(strides), False, OrderedDict())

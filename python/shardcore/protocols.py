@@ -70,11 +70,9 @@ class ShardedGroup(Protocol):
 
     @property
     def own(self) -> torch.Tensor:
-        """[shard_numel] this rank's shard of the parameters, in their dtype."""
-
-    @property
-    def own_to_read(self) -> torch.Tensor:
-        """As ``own``, to be read only. Where parameters rest on a disk, either is valid until another group's is."""
+        """[shard_numel] this rank's shard of the parameters, in their dtype. Where these rest on a disk, it is valid
+        until another group's is asked for.
+        """
 
     @property
     def rests_on_disk(self) -> bool:

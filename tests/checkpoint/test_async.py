@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import subprocess
@@ -118,7 +119,7 @@ def slow_copies(seconds: float = 0.2) -> Iterator[None]:
         Job.copy = real  # type: ignore[method-assign]
 
 
-class Clamped(nn.Module):
+class WritesInForward(nn.Module):
     """Its forward writes to a weight and to a buffer."""
 
     def __init__(self) -> None:
@@ -145,11 +146,11 @@ class Edited:
         disk = sc.Offload(states="nvme", params="nvme" if stage == 3 else None, path=folder)
         self.offload = disk if home == "disk" else sc.Offload(states="cpu") if home == "host" else None
         self.model = sc.shard(
-            Clamped(), sc.Mesh(device="cpu"), stage=stage, precision=precision, offload=self.offload, units=()
+            WritesInForward(), sc.Mesh(device="cpu"), stage=stage, precision=precision, offload=self.offload, units=()
         )
         self.optimizer = sc.optimizer("adamw", self.model, lr=1e-2)
-        self.other_state = self.optimizer.state_dict()
         self.step()
+        self.other_state = copy.deepcopy(self.optimizer.state_dict())
         self.other_weights = {name: value + 1 for name, value in sc.state_dict(self.model, rank0_only=False).items()}
         self.step()
 

@@ -17,7 +17,7 @@ import shardcore as sc
 import shardcore.deepspeed as deepspeed
 from shardcore.deepspeed.utils import zero_to_fp32
 from shardcore.errors import CheckpointError, ConfigError, StorageError
-from shardcore.testing import run_spmd, spmd
+from shardcore.testing import PeakTensorBytes, run_spmd, spmd, tensor_bytes
 
 
 class TiedAndFrozen(nn.Module):
@@ -164,3 +164,51 @@ def test_what_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="to_hf"):
         engine.save_16bit_model(tmp_path, "model.safetensors")
     assert engine.save_16bit_model(tmp_path / "new" / "folder")
+
+
+STAGE_WIDTH, NUM_STAGE_LAYERS = 128, 24
+
+
+def save_stages(num_stages: int, folder: str) -> None:
+    """Save a pipeline whose ends are tied, in every way; this rank holds little at any time."""
+    spec, tied = deepspeed.pipe.LayerSpec, deepspeed.pipe.TiedLayerSpec
+    layers = [spec(nn.Linear, STAGE_WIDTH, STAGE_WIDTH) for _ in range(NUM_STAGE_LAYERS)]
+    ends = [tied("ends", nn.Linear, STAGE_WIDTH, STAGE_WIDTH, bias=False) for _ in range(2)]
+    torch.manual_seed(3)
+    model = deepspeed.PipelineModule(
+        [ends[0], *layers, ends[1]], num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    row = torch.ones(2, STAGE_WIDTH, dtype=torch.bfloat16)
+    engine.train_batch(iter([(row, row)] * 2))
+    engine.save_checkpoint(folder)
+    before = tensor_bytes(collect=True)
+    with PeakTensorBytes() as peak:
+        assert engine.save_16bit_model(folder)
+    whole_nbytes = 2 * STAGE_WIDTH**2 * NUM_STAGE_LAYERS
+    assert peak.peak_nbytes - before < whole_nbytes / 3, peak.peak_operation
+    Path(folder, "no folder").touch()
+    with pytest.raises(StorageError, match="no folder"):
+        engine.save_16bit_model(Path(folder, "no folder"))
+
+
+def test_stages_of_a_pipeline_join_in_one_file(tmp_path: Path) -> None:
+    run_spmd(save_stages, 4, 2, str(tmp_path))
+    whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    sixteen = torch.load(tmp_path / "pytorch_model.bin")
+    assert set(sixteen) == set(whole)
+    for name, value in whole.items():
+        assert sixteen[name].dtype == torch.bfloat16, name
+        assert torch.equal(sixteen[name], value.bfloat16()), name
+    assert len({value.data_ptr() for value in sixteen.values()}) == 2 * NUM_STAGE_LAYERS + 1 == len(sixteen) - 1
+    assert not list(tmp_path.glob(".*"))
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "out")]) == 0
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert all(torch.equal(found[name], value) for name, value in whole.items())

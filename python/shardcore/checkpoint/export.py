@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from shardcore._core import CheckpointWriter
 from shardcore.checkpoint.dtypes import name_of
-from shardcore.checkpoint.holding import Key
+from shardcore.checkpoint.pickled import write_pickled
 from shardcore.checkpoint.weights import StoredWeight, open_weights
 from shardcore.errors import CheckpointError, StorageError
 
@@ -63,14 +61,14 @@ def to_torch(
     max_shard_nbytes: int = 5_000_000_000,
     exclude_frozen: bool = False,
 ) -> list[Path]:
-    """As :func:`to_hf`, in the older form: ``pytorch_model*.bin``, written by ``torch.save``, for programs that read
-    nothing else. On one process; the tensors of one file are in memory at once.
+    """As :func:`to_hf`, in the older form: ``pytorch_model*.bin``, as ``torch.save`` writes them, for programs that
+    read nothing else. On one process; one tensor at a time is in memory.
 
     Raises:
         CheckpointError, StorageError: as :func:`to_hf`.
     """
     items = list(open_weights(path, tag=tag, dtype=dtype, exclude_frozen=exclude_frozen).items())
-    return _write_shards(Path(out), ("pytorch_model", ".bin"), items, max_shard_nbytes, _write_pickled)
+    return _write_shards(Path(out), ("pytorch_model", ".bin"), items, max_shard_nbytes, write_pickled)
 
 
 def _write_shards(
@@ -129,11 +127,3 @@ def _write_safetensors(path: Path, items: list[Item]) -> None:
         for chunk in weight.chunks():
             writer.put(chunk)
     writer.finish(False)
-
-
-def _write_pickled(path: Path, items: list[Item]) -> None:
-    read: dict[Key, torch.Tensor] = {}
-    for _, weight in items:
-        if weight.key not in read:
-            read[weight.key] = weight.read()
-    torch.save({name: read[weight.key] for name, weight in items}, path)

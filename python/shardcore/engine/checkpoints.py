@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,36 +143,57 @@ class Checkpoints:
         Every rank calls it; the first writes, and a file that was there stays whole if that fails.
         ``shardcore.checkpoint.to_hf`` makes safetensors files of any checkpoint instead, in little memory.
 
+        Of a pipeline, every rank puts its part of the weights (masters, where there are such) aside in ``save_dir``,
+        which all ranks must see, and the first makes the file of them, one tensor at a time.
+
         Returns:
             True.
 
         Raises:
-            ConfigError: the module is one rank's stages of a pipeline, or the file name says that it is no pickle.
+            ConfigError: the file name says that it is no pickle.
             StorageError: on every rank, if the disk is full or refuses.
         """
-        if find_pipeline(self.module) is not None:
-            raise ConfigError(
-                "save_16bit_model: no rank of a pipeline holds the whole model; call save_checkpoint, and then "
-                "shardcore.checkpoint.to_hf(folder, out, dtype='bf16') on one rank"
-            )
         if save_filename.endswith(".safetensors"):
             raise ConfigError(
                 f"save_16bit_model(save_filename={save_filename!r}) writes by torch.save; call save_checkpoint and "
                 "shardcore.checkpoint.to_hf for safetensors files, or name it pytorch_model.bin"
             )
-        state = zero.state_dict(self.module, rank0_only=True)
-        problem = None
-        if self.mesh.everyone.rank == 0:
-            problem = _write(Path(save_dir), save_filename, _weights_of(self.module, state, exclude_frozen_parameters))
+        file, is_first, problem = Path(save_dir, save_filename), self.mesh.everyone.rank == 0, None
+        if find_pipeline(self.module) is not None:
+            problem = self._write_from_stages(file, exclude_frozen_parameters)
+        else:
+            state = zero.state_dict(self.module, rank0_only=True)
+            if is_first:
+                weights = _weights_of(self.module, state, exclude_frozen_parameters)
+                problem = _write(file, lambda aside: torch.save(weights, aside))
         told = comm.exchange(problem, self.mesh.everyone, "save_16bit_model")
         if told[0] is not None:
             number, text = told[0]
-            raise StorageError(
-                number, f"save_16bit_model: rank 0 could not write {Path(save_dir, save_filename)}: {text}"
-            )
+            raise StorageError(number, f"save_16bit_model: rank 0 could not write {file}: {text}")
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _write_from_stages(self, file: Path, exclude_frozen: bool) -> tuple[int, str] | None:
+        """Put every rank's part aside and, on the first, make one file of them. Collective; returns what went wrong
+        there.
+        """
+        parts = file.with_name(f".{file.name}.parts")
+
+        def write(aside: Path) -> None:
+            out, everything = parts / "out", sys.maxsize
+            (made,) = checkpoint.to_torch(parts, out, max_shard_nbytes=everything, exclude_frozen=exclude_frozen)
+            made.rename(aside)
+
+        is_first = self.mesh.everyone.rank == 0
+        try:
+            if is_first:
+                shutil.rmtree(parts, ignore_errors=True)  # of a call that was killed
+            checkpoint.save(parts, self.module, tag="weights", exclude_frozen=exclude_frozen)
+            return _write(file, write) if is_first else None
+        finally:
+            if is_first:
+                shutil.rmtree(parts, ignore_errors=True)
 
     def _agreed_tag(self, tag: str) -> str:
         """The first rank's, unless the configuration wants all to be equal. Collective."""
@@ -217,13 +241,13 @@ def _weights_of(module: nn.Module, state: dict[str, torch.Tensor], exclude_froze
     return weights
 
 
-def _write(folder: Path, name: str, weights: dict[str, torch.Tensor]) -> tuple[int, str] | None:
+def _write(file: Path, write: Callable[[Path], object]) -> tuple[int, str] | None:
     """Write aside and rename; returns what went wrong."""
-    aside = folder / f".{name}.tmp"
+    aside = file.with_name(f".{file.name}.tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(weights, aside)
-        aside.rename(folder / name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        aside.rename(file)
     except (OSError, RuntimeError) as error:  # torch's writer raises the second when a disk is full
         with suppress(OSError):
             aside.unlink()
