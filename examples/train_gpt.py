@@ -250,6 +250,8 @@ def parse_arguments() -> argparse.Namespace:
         for name in ("stage", "precision", "batch", "accumulation", "lr"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name} and --config both given: the configuration file says it")
+        if not args.config.is_file():
+            parser.error(f"--config {args.config}: no such file")
     return args
 
 

@@ -7,7 +7,7 @@ Sibling rooms never import each other. ``zero.shard`` leaves a :class:`ShardedRo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,7 +139,8 @@ class ShardedRoot(Protocol):
     precision: Any
     offload: Any
     """Where states rest: a :class:`shardcore.offload.Offload`."""
-    num_tokens: float | torch.Tensor | None
+    sums_over_tokens: bool
+    num_tokens: MutableMapping[ShardedOptimizerMark, float | torch.Tensor]
     num_passes: int
     before_changes: list[Callable[[], None]]
     """Called, and forgotten, before weights or states next change: somebody is still reading them."""

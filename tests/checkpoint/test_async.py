@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import shardcore as sc
 from checkpoint.trainings import Setting, begin, look
 from shardcore import _core
 from shardcore.errors import StorageError
+from shardcore.protocols import find_root
 from shardcore.testing import run_spmd, spmd
 
 
@@ -93,3 +98,53 @@ def test_edits_in_a_context_wait_for_the_copy(tmp_path: Path) -> None:
     training.load(tmp_path)
     for piece in look(training)["pieces"]:
         assert torch.equal(piece[4], before[piece[:4]])
+
+
+class Clamped(nn.Linear):
+    """A forward that writes to its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@spmd(world=2)
+def test_loading_waits_for_the_copy(stage: int) -> None:
+    model = sc.shard(nn.Sequential(Clamped(4, 4), nn.Linear(4, 2)), sc.Mesh(), stage=stage)
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    state, shapes = optimizer.state_dict(), sc.state_dict(model, rank0_only=False)
+    acts = [
+        lambda: model.load_state_dict({name: torch.ones(param.shape) for name, param in shapes.items()}),
+        lambda: optimizer.load_state_dict(state),
+        optimizer.state_dict,
+    ]
+    if stage == 3:  # below it the forward writes to what is being copied, as code by hand does
+        acts.append(lambda: model(torch.ones(1, 4)))
+    for act in acts:
+        waited: list[int] = []
+        find_root(model).before_changes.append(lambda waited=waited: waited.append(1))
+        act()
+        assert waited == [1]
+
+
+def test_a_program_that_ends_after_a_failed_save_has_failed(tmp_path: Path) -> None:
+    program = """
+        import resource, sys
+        import torch
+        import shardcore as sc
+
+        model = sc.shard(torch.nn.Linear(64, 64), stage=2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        sc.checkpoint.save(sys.argv[1], model, async_=True)
+        print("ended", flush=True)
+    """
+    code = "\n".join(line.removeprefix(" " * 8) for line in program.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.stdout == "ended\n"
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert str(tmp_path) in done.stderr

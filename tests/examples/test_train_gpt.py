@@ -124,6 +124,7 @@ LAMA, T5 = '{"model_type": "lama"}', '{"model_type": "t5", "num_layers": 1, "d_m
         (["--seq", "1000"], "longer than the model's context of 128"),
         (["--text", "examples/gpt.py", "--batch", "4096"], "too few for one batch"),
         (["--config", "ds.json", "--stage", "1"], "--stage and --config both given"),
+        (["--config", "ds.json"], "--config ds.json: no such file"),
         (["--text", "tiny.txt"], "0 bytes for validation"),
         (["--hf", "nope.json"], "--hf nope.json: cannot be read: No such file"),
         (["--hf", "untyped.json"], 'expected a JSON object with "model_type"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -203,3 +204,30 @@ def test_the_engines_coalesced_reduction_is_one_step(stage: int) -> None:
         results.append(whole_parameters(engine.module))
     for name, value in results[1].items():
         torch.testing.assert_close(value, results[0][name], rtol=1e-5, atol=1e-6)
+
+
+@spmd(world=2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_each_optimizer_of_a_model_counts_tokens_of_its_own_window(stage: int) -> None:
+    """One steps at every backward, the other at every second; each forgets tokens with its own gradients."""
+    mesh = sc.Mesh()
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    model = sc.shard(copy.deepcopy(alone), mesh, stage=stage)
+    often, seldom = (sc.optimizer("sgd", list(model[i].parameters()), lr=1e-2, normalize="tokens") for i in (0, 1))
+    plain = [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in alone]
+    for step in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        model(x[4 * mesh.rank :][:4]).square().sum().backward()
+        alone(x).square().sum().backward()
+        for optimizer in (often, seldom):
+            optimizer.count_tokens(4)
+        for i, optimizer in enumerate((often, seldom)):
+            if i == 0 or step % 2 == 1:
+                for param in alone[i].parameters():
+                    param.grad /= 8 * (1 + i)
+                plain[i].step()
+                plain[i].zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+    compare(model, {name: param.detach() for name, param in alone.named_parameters()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,25 +135,27 @@ def hold(
         ties: of the parameters that other pipeline stages hold, too.
     """
     holding = Holding(ties=ties)
-    keeper = optimizer if optimizer is not None else keeper_of_masters(root)
-    pieces = keeper.held_pieces() if keeper is not None else []
-    _hold_weights(holding, root, keeper)
+    those = keepers(root, optimizer)
+    pieces = [(piece, keeper is optimizer) for keeper in those for piece in keeper.held_pieces()]
+    _hold_weights(holding, root, those)
     _hold_others(holding, model, root, prints)
     if not with_frozen:
         frozen = {(WEIGHT, name) for name, info in holding.weights.items() if not info["trainable"]}
         holding.pieces = [piece for piece in holding.pieces if piece.key not in frozen]
         holding.tensors = {key: tensor for key, tensor in holding.tensors.items() if key not in frozen}
-    for piece in pieces:
-        _hold_states(holding, piece, with_states=optimizer is not None)
+    for piece, with_states in pieces:
+        _hold_states(holding, piece, with_states=with_states)
     return holding
 
 
-def keeper_of_masters(root: ShardedRoot) -> ShardedOptimizerMark | None:
-    """The optimizer with which the master weights rest on a disk, if they do."""
-    for group in root.groups:
-        if group.trainable and group.masters_are_away:
-            return next(iter(root.live_optimizers()), None)
-    return None
+def keepers(root: ShardedRoot, optimizer: ShardedOptimizerMark | None) -> list[ShardedOptimizerMark]:
+    """The optimizer whose states are asked for, if there is one; then the others of the model, where master weights
+    rest on a disk with them.
+    """
+    first = [] if optimizer is None else [optimizer]
+    if not any(group.trainable and group.masters_are_away for group in root.groups):
+        return first
+    return first + [other for other in root.live_optimizers() if other is not optimizer]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[torch.Tensor, list[str]]]:
@@ -174,7 +176,8 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     return ((name, param) for name, param in model.named_parameters() if find_slot(param) is None)
 
 
-def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerMark | None) -> None:
+def _hold_weights(holding: Holding, root: ShardedRoot, those: Sequence[ShardedOptimizerMark]) -> None:
+    """The weights; master weights that rest on a disk are shown by those optimizers that hold them."""
     for group in root.groups:
         for slot in group.slots:
             name = holding.name_of(slot.name)
@@ -184,7 +187,7 @@ def _hold_weights(holding: Holding, root: ShardedRoot, keeper: ShardedOptimizerM
             key, part = (WEIGHT, name), slice(offset, offset + stop - start)
             if group.has_masters and not group.masters_are_away:
                 holding.add_range(key, group.master.dtype, (slot.param, start, stop, group.master[part]))
-            elif not group.masters_are_away or keeper is None or not keeper.holds(slot.param):
+            elif not group.masters_are_away or not any(keeper.holds(slot.param) for keeper in those):
                 holding.rests_on_disk |= group.rests_on_disk
                 source = _source(group, part) if group.rests_on_disk else group.own[part]
                 holding.add_range(key, slot.param.dtype, (slot.param, start, stop, source))
@@ -248,9 +251,9 @@ def _weight_info(name: str, names: tuple[str, ...], dtype: torch.dtype, *, train
 
 
 def read_in_order(
-    holding: Holding, optimizer: ShardedOptimizerMark | None, act: Callable[[int, torch.Tensor], None]
+    holding: Holding, optimizers: Iterable[ShardedOptimizerMark], act: Callable[[int, torch.Tensor], None]
 ) -> None:
-    """Call ``act(number of the piece, its values)`` for every piece, in their order."""
+    """Call ``act(number of the piece, its values)`` for every piece, in their order: that of these :func:`keepers`."""
     num_here = sum(piece.source is not None for piece in holding.pieces)
     for number, piece in enumerate(holding.pieces[:num_here]):
         if piece.source is not None:
@@ -264,5 +267,6 @@ def read_in_order(
                 if upcoming and holding.pieces[upcoming[0]].key == key_of_state(state, name):
                     act(upcoming.popleft(), value[part.offset : part.offset + part.numel])
 
-    if upcoming and optimizer is not None:
-        optimizer.read_pieces(show)
+    for optimizer in optimizers:
+        if upcoming:
+            optimizer.read_pieces(show)

@@ -15,7 +15,7 @@ from torch import nn
 from shardcore.checkpoint.crew import Crew
 from shardcore.checkpoint.deepspeed import looks_like_deepspeed
 from shardcore.checkpoint.foreign import Foreign
-from shardcore.checkpoint.holding import BUFFER, keeper_of_masters, role_of_rank, root_of
+from shardcore.checkpoint.holding import BUFFER, keepers, role_of_rank, root_of
 from shardcore.checkpoint.matching import Match, match
 from shardcore.checkpoint.pending import settle
 from shardcore.checkpoint.report import Loaded, Report
@@ -71,6 +71,8 @@ def load(
     """
     root = root_of(model, "checkpoint.load")
     crew = Crew(everyone(root))
+    choices = {"strict": strict, "rng": rng, "optimizer": optimizer is not None, "scheduler": scheduler is not None}
+    crew.agree("what to load", choices, "call checkpoint.load with the same arguments on every rank")
     settle(crew)
     stored, notes = crew.do("opening a checkpoint", lambda: _open(Path(path), tag))
     _agree(crew, stored)
@@ -146,8 +148,8 @@ def _load_tensors(
     found: Match,
 ) -> None:
     """Weights, buffers and optimizer states."""
-    keeper = optimizer if optimizer is not None else keeper_of_masters(root)
-    on_disk = {p.slot for p in keeper.held_pieces() if MASTER in p.states} if keeper is not None else set()
+    all_keepers = keepers(root, optimizer)
+    on_disk = {p.slot for keeper in all_keepers for p in keeper.held_pieces() if MASTER in p.states}
 
     def read() -> None:
         for reads in _reads_of_weights(root, found, on_disk):
@@ -157,10 +159,12 @@ def _load_tensors(
         _load_own_buffers(crew, stored, found)
 
     crew.do("reading weights (the model is loaded in part only)", read)
-    crew.do(
-        "reading optimizer states (the model is loaded in part only)",
-        lambda: load_states(keeper, stored, found, with_states=optimizer is not None) if keeper is not None else None,
-    )
+
+    def read_states() -> None:
+        for keeper in all_keepers:
+            load_states(keeper, stored, found, with_states=keeper is optimizer)
+
+    crew.do("reading optimizer states (the model is loaded in part only)", read_states)
     for group in root.groups:
         if on_disk.intersection(group.slots):  # states were written with their parameters
             group.publish(copied=True)

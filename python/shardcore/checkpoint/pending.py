@@ -10,7 +10,11 @@ copy; so a copy has the time of a forward and a backward.
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
+import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +30,24 @@ if TYPE_CHECKING:
     from shardcore.checkpoint.writing import Job
     from shardcore.mesh import Axis
 
+_log = logging.getLogger("shardcore")
 _POLL_S = 0.02
 _KEY = "checkpoint under way"
+
+
+_unreported: list[Pending] = []
+"""Saves that failed and whose error no call has raised."""
+
+
+def _report_at_exit() -> None:
+    """A program that ends without a checkpoint that it asked for has failed."""
+    if _unreported:
+        for pending in _unreported:
+            pending.report()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class Pending:
@@ -48,9 +68,12 @@ class Pending:
                 self._run(job)
             except Exception as error:  # noqa: BLE001  # raised by the next call, on every rank
                 self._error = error
+                _unreported.append(self)
             finally:
                 self._copied.set()
 
+        atexit.unregister(_report_at_exit)
+        atexit.register(_report_at_exit)
         # Not a daemon: a program that ends waits for its last checkpoint.
         self._thread = Thread(target=work, name="shardcore checkpoint")
         self._thread.start()
@@ -68,7 +91,14 @@ class Pending:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
+            _unreported.remove(self)
             raise self._error
+
+    def report(self) -> None:
+        """Say what went wrong where no call is left to raise it."""
+        if self._error is not None:
+            comm.report_failure(self._error)
+            _log.error("a checkpoint in %s could not be written: %s", self._folder.parent, self._error)
 
     def _run(self, job: Job) -> None:
         try:

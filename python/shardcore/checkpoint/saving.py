@@ -18,7 +18,7 @@ from shardcore.checkpoint.holding import (
     Tensor,
     buffer_prints,
     hold,
-    keeper_of_masters,
+    keepers,
     role_of_rank,
     root_of,
 )
@@ -87,6 +87,8 @@ def save(
     tag = tag if tag is not None else f"step{optimizer.num_steps if optimizer is not None else 0}"
     options = Options(keep_last=keep_last, keep_every=keep_every, is_latest=save_latest, read_back=read_back)
     _agree(crew, path, tag, options)
+    choices = {"async_": async_, "exclude_frozen": exclude_frozen, "optimizer": optimizer is not None}
+    crew.agree("what to save", choices, "call checkpoint.save with the same arguments on every rank")
     settle(crew)
     crew.do("preparing to save", lambda: root.come_to_rest("checkpoint.save"))
     prints, ties = buffer_prints(model, root), ties_of(model, crew)
@@ -105,7 +107,7 @@ def save(
         file=f"rank-{crew.axis.ranks[crew.rank]:05d}.safetensors",
         holding=holding,
         plan=share(holding, crew),
-        optimizer=optimizer or keeper_of_masters(root),
+        keepers=keepers(root, optimizer),
         training=training,
     )
     return _write_later(job, crew, root) if async_ else _write_now(job, crew)

@@ -43,8 +43,8 @@ class Job:
     """Name of this rank's file."""
     holding: Holding
     plan: Share
-    optimizer: ShardedOptimizerMark | None
-    """Shows the pieces that have no source of their own."""
+    keepers: list[ShardedOptimizerMark]
+    """Show the pieces that have no source of their own, one after the other."""
     training: dict[str, Any]
     _copies: dict[int, torch.Tensor] | None = None
     _written: list[Any] | None = None
@@ -122,7 +122,7 @@ class Job:
                 part = self.plan.parts[number]
                 act(number, values[part.start - first : part.stop - first])
 
-        read_in_order(self.holding, self.optimizer, show)
+        read_in_order(self.holding, self.keepers, show)
 
 
 def _on_host(values: torch.Tensor) -> Iterable[torch.Tensor]:

@@ -21,8 +21,9 @@ that is left out.
 
 `"auto"` inside a section is the default, and is noted in the log; at the top level it is an error: where a trainer
 around it fills the value in for DeepSpeed, write the number. The drop-in module `shardcore.deepspeed` differs in this:
-clipping is 1.0 where the file does not say (natively there is none), and configuration errors are AssertionErrors as
-well.
+where the file does not say, clipping is 1.0 (natively there is none) and AdamW's weight decay is 0 (natively torch's
+0.01); and configuration errors are AssertionErrors as well. Either way `"Adam"` is AdamW unless `adam_w_mode` is false,
+as in DeepSpeed, and an optimizer that is passed in stands in place of the section `optimizer`.
 
 | key | what it does | default |
 |---|---|---|

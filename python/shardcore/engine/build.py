@@ -101,7 +101,7 @@ def initialize(
     )
     _agree_on(loaded, mesh)
     mesh = make_mesh(loaded, mesh, failure, is_given=is_given)
-    _announce(loaded, mesh)
+    _announce(loaded, mesh, replaces_optimizer=optimizer is not None)
     batch = loaded.resolve_batch(mesh.data_world)
     parameters = None if model_parameters is None else list(model_parameters)
     whole = set(model.parameters())
@@ -295,14 +295,18 @@ def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Any) 
     return client if hasattr(client, "step") else client(optimizer)
 
 
-def _announce(config: Config, mesh: Mesh) -> None:
+def _announce(config: Config, mesh: Mesh, *, replaces_optimizer: bool) -> None:
     """Tell rank 0's log what the user should know, once."""
     if config.logging.level is not None:
         _log.setLevel(config.logging.level.upper())
     if mesh.rank != 0:
         return
     _show_log()
-    for note in config.notes:
+    notes = list(config.notes)
+    if config.optimizer is not None and replaces_optimizer:
+        notes = [note for note in notes if not note.startswith("optimizer.")]
+        notes.append(f"optimizer: the section ({config.optimizer.type}) is not used, since an optimizer was passed in")
+    for note in notes:
         _log.info("%s", note)
     if config.logging.dump_state:
         _log.info("%s", config.explain())

@@ -25,6 +25,8 @@ class Portable(ShardedOptimizerMark):
     inner: torch.optim.Optimizer
     _pieces: list[Piece]
     _update: Update
+    _begins_with_states: bool
+    """The optimizer makes states before the first update."""
 
     def held_pieces(self) -> list[HeldPiece]:
         """All that it keeps on this rank, in the order in which :meth:`read_pieces` shows it. Not collective."""
@@ -102,8 +104,8 @@ class Portable(ShardedOptimizerMark):
         """Give the piece the values that are one for all; returns the memory of the others, to be filled."""
         present = self.inner.state.get(piece.tensor, {})
         if wanted is None:
-            if present.get("step", 0) != 0:  # else it is as after construction, which may be more than nothing
-                self.inner.state.pop(piece.tensor)
+            if not self._is_as_made(present):
+                self.inner.state.pop(piece.tensor, None)
             return {}
         numel = piece.stop - piece.start
         vectors = {name: _memory(present.get(name), piece.tensor, numel, dtype) for name, dtype in states.items()}
@@ -112,6 +114,10 @@ class Portable(ShardedOptimizerMark):
         others = {name: _as_kept(value, forms.get(name), device) for name, value in wanted.items()}
         self.inner.state[piece.tensor] = {**others, **vectors}
         return dict(vectors)
+
+    def _is_as_made(self, state: Values) -> bool:
+        """Whether a parameter's state is that from before its first update, which may be more than nothing."""
+        return state["step"] == 0 if "step" in state else self._begins_with_states
 
     def _held_of(self, piece: Piece) -> list[HeldPiece]:
         """One for each parameter of the piece."""

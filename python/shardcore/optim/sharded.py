@@ -110,6 +110,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
         check_elementwise(self.inner)
+        self._begins_with_states = any(self.inner.state.values())
         if offload.states is not None and offload.ratio == 1:
             self.inner = on_host(self.inner, roots)
         self._update = make_update(self.inner, self._pieces, roots)
@@ -202,12 +203,13 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
     @property
     def normalize(self) -> Literal["tokens"] | None:
         """``"tokens"`` where losses are sums over tokens; see :func:`optimizer`."""
-        return "tokens" if self._roots[0].num_tokens is not None else None
+        return "tokens" if self._roots[0].sums_over_tokens else None
 
     @normalize.setter
     def normalize(self, by: Literal["tokens"] | None) -> None:
         for root in self._roots:
-            root.num_tokens = None if by is None else 0.0
+            root.sums_over_tokens = by is not None
+            root.num_tokens.clear()
 
     def count_tokens(self, num_tokens: int | float | torch.Tensor) -> None:
         """Tell of the target tokens over which this rank's loss of a micro-batch was summed; 0 is fine.
@@ -219,7 +221,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
             StateError: the optimizer was made without ``normalize="tokens"``.
             ConfigError: a negative number.
         """
-        count_tokens(self._roots, num_tokens)
+        count_tokens(self, self._roots, num_tokens)
 
     def holds(self, param: nn.Parameter) -> bool:
         """Whether this optimizer updates the parameter."""
@@ -294,6 +296,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         """Forget the window's gradients of the parameters held; with ``set_to_none=False`` they count as zeros."""
         for root in self._roots:
             root.clear_gradients_of(self._held.slots[root], set_to_none)
+            root.num_tokens.pop(self, None)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, in torch's form: ``state`` by index, ``param_groups`` with indices as ``params``. Indices
@@ -384,9 +387,9 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         root = self._roots[0]
         if self.has_unscaled(root):
             return 1.0  # a second step with the same gradients
-        if root.num_tokens is None:
+        if not root.sums_over_tokens:
             return self.loss_scale.scale / root.window_correction
-        return self.loss_scale.scale * tokens_per_rank(self._roots)
+        return self.loss_scale.scale * tokens_per_rank(self, self._roots)
 
     def _gradient_factor(self, scale: float) -> float | torch.Tensor | None:
         """What unscales and clips the gradients. None if the step must be skipped for an inf or NaN on any rank."""

@@ -12,12 +12,14 @@ import torch
 
 from shardcore import comm
 from shardcore.errors import ConfigError, StateError
-from shardcore.protocols import ShardedRoot
+from shardcore.protocols import ShardedOptimizerMark, ShardedRoot
 
 
-def count_tokens(roots: Sequence[ShardedRoot], num_tokens: int | float | torch.Tensor) -> None:
-    """Add to what this rank's losses of the window were summed over."""
-    if any(root.num_tokens is None for root in roots):
+def count_tokens(
+    optimizer: ShardedOptimizerMark, roots: Sequence[ShardedRoot], num_tokens: int | float | torch.Tensor
+) -> None:
+    """Add to what this rank's losses of the optimizer's window were summed over."""
+    if not all(root.sums_over_tokens for root in roots):
         raise StateError(
             "count_tokens() without normalize='tokens': make the optimizer by shardcore.optimizer(..., "
             "normalize='tokens'), or set optimizer.normalize = 'tokens' before the first backward"
@@ -30,18 +32,18 @@ def count_tokens(roots: Sequence[ShardedRoot], num_tokens: int | float | torch.T
     if not isinstance(num_tokens, torch.Tensor) and not 0 <= num_tokens < float("inf"):
         raise ConfigError(f"count_tokens({num_tokens!r}): expected a number of at least 0")
     for root in roots:
-        root.num_tokens = num_tokens if root.num_tokens is None else root.num_tokens + num_tokens
+        root.num_tokens[optimizer] = root.num_tokens.get(optimizer, 0.0) + num_tokens
 
 
-def tokens_per_rank(roots: Sequence[ShardedRoot]) -> float:
-    """All target tokens of the window divided by the number of data-parallel ranks: gradients are means over ranks.
-    Collective over the data-parallel axis.
+def tokens_per_rank(optimizer: ShardedOptimizerMark, roots: Sequence[ShardedRoot]) -> float:
+    """All target tokens of the optimizer's window divided by the number of data-parallel ranks, over which gradients
+    are means. Collective over the data-parallel axis.
 
     Raises:
         StateError: no rank has counted any.
     """
     root = roots[0]
-    total = torch.tensor([float(root.num_tokens or 0.0)], dtype=torch.float64)
+    total = torch.tensor([float(root.num_tokens.get(optimizer, 0.0))], dtype=torch.float64)
     total = comm.sum_over_ranks(total, root.data_axis, "target tokens")
     if not total > 0:
         raise StateError(

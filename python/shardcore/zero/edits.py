@@ -79,6 +79,7 @@ class Edits(RestingShard):
         """Take values that the user wrote into whole parameters (``load_state_dict``, ``copy_``) into shard and
         masters.
         """
+        self.root.about_to_change()
         if self._frees:
             self.own_to_fill.copy_(self.full[self._slice])
         self.invalidate_copies()

@@ -77,6 +77,7 @@ def _before_load(module: nn.Module, state_dict: Any, prefix: str, metadata: dict
     for slot in map(find_slot, module.parameters(recurse=False)):
         if slot is not None:
             slot.group.root.check_here("lp_params", "hp_params", what="load_state_dict")
+            slot.group.root.about_to_change()
             slot.group.loading.add(slot.index)
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         slot, value = find_slot(param), state_dict.get(prefix + name)

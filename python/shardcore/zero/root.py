@@ -149,7 +149,7 @@ class Root(Surroundings):
         """By what a loss is multiplied, or its gradient where a backward starts."""
         if self.loss_is_scaled:
             return 1.0
-        return self.loss_scale / (1 if self.num_tokens is not None else self.accumulation)
+        return self.loss_scale / (1 if self.sums_over_tokens else self.accumulation)
 
     @property
     def loss_scale(self) -> float:
@@ -281,8 +281,7 @@ class Root(Surroundings):
         self.num_passes += 1
         self._correction = 1.0
         self.wrongly_scaled = None
-        if self.num_tokens is not None:
-            self.num_tokens = 0.0
+        self.num_tokens.clear()
         self.window.clear(set_to_none)
 
     def reset_iteration(self) -> None:
@@ -304,8 +303,7 @@ class Root(Surroundings):
         self.num_micro_batches = 0
         self.wrongly_scaled = None
         self.num_passes += 1
-        if self.num_tokens is not None:
-            self.num_tokens = 0.0
+        self.num_tokens.clear()
         self.watch()
         self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
         self._program.end()

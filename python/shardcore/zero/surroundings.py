@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,8 @@ class Surroundings:
     data_axis: Axis
     num_passes = 0
     """Backwards and clearings so far: what an optimizer has done to gradients holds until the next."""
-    num_tokens: float | torch.Tensor | None = None
-    """Target tokens of this rank in the window, where gradients are normalised by them; else None."""
+    sums_over_tokens = False
+    """Losses are sums over target tokens, by whose number each optimizer divides its gradients."""
     backward_running = False
     is_closed = False
     """The engine was destroyed: nothing trains any more."""
@@ -47,6 +47,8 @@ class Surroundings:
         """Where they are meanwhile."""
         self.before_changes: list[Callable[[], None]] = []
         """Called, and forgotten, before weights or states next change: somebody is still reading them."""
+        self.num_tokens: MutableMapping[ShardedOptimizerMark, float | torch.Tensor] = weakref.WeakKeyDictionary()
+        """Target tokens of this rank in each optimizer's window."""
         self.structure = Structure(module)
         """What the model was made of when it was sharded."""
 
