@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "e2e/train.py",
     "startup": "e2e/startup.py",
     "checkpoint": "e2e/checkpoint.py",
+    "offload": "e2e/offload.py",
     "tensor": "e2e/tensor.py",
     "overhead": "micro/overhead.py",
     "activation": "micro/activation.py",

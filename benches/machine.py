@@ -27,6 +27,14 @@ def slug() -> str:
     return "-".join([*kept[:4], str(describe()["cores"]), "cores"])
 
 
+def disk_nbytes() -> tuple[int, int]:
+    """Bytes that this process, with all its threads, has had read from and written to disks: the kernel's account. What
+    the page cache answers, and files in memory, count nothing.
+    """
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
 class Bystanders:
     """How much of the machine's CPU time others took while processes of ours were measured.
 

@@ -95,20 +95,28 @@ def host_step_arms(num_threads: int) -> dict[str, Arm]:
     ours = sc.optim.CPUAdamW(params, num_threads=num_threads, **OPTIONS)
     ours.copy_to(params[0], half)
     arms: dict[str, Arm] = {"shardcore host step": lambda: ours.step(max_grad_norm=MAX_NORM)}
-    others = fp32_params(1, LARGE_NUMEL)
-    theirs = deepspeed_adam(others)
+    theirs = deepspeed_host_step(LARGE_NUMEL)
     if theirs is not None:
-        their_half = torch.zeros_like(half)
-
-        def sequence() -> None:
-            grad = others[0].grad
-            assert grad is not None
-            grad.mul_(min(1.0, MAX_NORM / (float(grad.norm(2)) + 1e-6)))
-            theirs.step()
-            their_half.copy_(others[0].data)
-
-        arms["deepspeed host step"] = sequence
+        arms["deepspeed host step"] = theirs
     return arms
+
+
+def deepspeed_host_step(numel: int) -> Arm | None:
+    """What DeepSpeed's optimizer of offloaded states does with its one flat tensor, pass by pass."""
+    params = fp32_params(1, numel)
+    optimizer = deepspeed_adam(params)
+    if optimizer is None:
+        return None
+    half = torch.zeros(numel, dtype=torch.bfloat16)
+
+    def sequence() -> None:
+        grad = params[0].grad
+        assert grad is not None
+        grad.mul_(min(1.0, MAX_NORM / (float(grad.norm(2)) + 1e-6)))
+        optimizer.step()
+        half.copy_(params[0].data)
+
+    return sequence
 
 
 def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:

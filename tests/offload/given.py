@@ -1,4 +1,4 @@
-"""Engines, tensors and processes for the tests of host memory and disk."""
+"""Engines, tensors, pools and processes for the tests of host memory and disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from shardcore.offload import IoEngine
+from shardcore.offload import HostPool, IoEngine
 
 BACKENDS = ["io_uring", "threads"]
 
@@ -59,3 +60,13 @@ def python(program: str, *arguments: object, timeout: float = 60) -> subprocess.
 def names(folder: Path) -> list[str]:
     """What lies in a folder."""
     return sorted(path.name for path in folder.iterdir())
+
+
+class CountedPool(HostPool):
+    """Notes what is taken from the machine."""
+
+    taken: ClassVar[list[int]] = []
+
+    def __init__(self, nbytes: int, pin: bool = True) -> None:
+        super().__init__(nbytes, pin=pin)
+        self.taken.append(nbytes)

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import shardcore as sc
+from offload.given import CountedPool
 from offload.homes import HOMES, train_steps
 from shardcore import plan
 from shardcore.errors import PlanError
-from shardcore.offload import HostPool, taking
+from shardcore.offload import taking
 from shardcore.protocols import find_root
 from shardcore.testing import spmd
 from zero.following import seeded
 from zero.models import ZOO
-
-
-class CountedPool(HostPool):
-    """Notes what is taken from the machine."""
-
-    taken: ClassVar[list[int]] = []
-
-    def __init__(self, nbytes: int, pin: bool = True) -> None:
-        super().__init__(nbytes, pin=pin)
-        self.taken.append(nbytes)
 
 
 @pytest.mark.parametrize("home", HOMES)

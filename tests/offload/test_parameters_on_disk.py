@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from torch import nn
 
 import shardcore as sc
 from offload.disks import mounted
-from offload.given import names, python
+from offload.given import CountedPool, names, python
 from offload.homes import train_steps
 from shardcore.errors import ConfigError, ShardcoreError, StorageError
-from shardcore.offload import HostPool, ShardStore, taking
+from shardcore.offload import ShardStore, taking
 from shardcore.offload.room import Resident, find_room
 from shardcore.protocols import find_root
 from shardcore.testing import spmd
@@ -101,16 +101,6 @@ def test_a_quarter_of_the_parameters_in_host_memory(
     assert all(group._own.numel() == 0 for group in groups)
     assert losses == expected
     assert_bitwise(whole_parameters(model), whole_parameters(plain))
-
-
-class CountedPool(HostPool):
-    """Notes what is taken from the machine."""
-
-    taken: ClassVar[list[int]] = []
-
-    def __init__(self, nbytes: int, pin: bool = True) -> None:
-        super().__init__(nbytes, pin=pin)
-        self.taken.append(nbytes)
 
 
 @spmd(world=1)

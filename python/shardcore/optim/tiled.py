@@ -124,9 +124,12 @@ class TiledUpdate(Update):
         if tile.num_edits == tile.group.num_edits:
             return False
         own = tile.group.copy_of_own(tile.start, tile.stop).to(master.device)
-        # Values that masters round to were not edited: there they keep their full precision.
-        is_kept = (master.to(own.dtype) == own) if tile.num_edits else torch.zeros_like(own, dtype=torch.bool)
-        master.copy_(torch.where(is_kept, master, own.to(master.dtype)))
+        if tile.num_edits:
+            # Values that masters round to were not edited: there they keep their full precision.
+            edited = master.to(own.dtype) != own
+            torch.where(edited, own.to(master.dtype), master, out=master)
+        else:
+            master.copy_(own)  # temporaries of all tiles, one after the other, would leave the heap in pieces
         tile.num_edits = tile.group.num_edits
         return True
 
