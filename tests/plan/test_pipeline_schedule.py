@@ -338,6 +338,12 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
         (lambda: plan.Action("OPTIM", 0, 1), "OPTIM"),
         (lambda: plan.Action("F", -1, 0), "stage is -1"),
         (lambda: plan.Action.from_text("F0"), "F0"),
+        (lambda: plan.Action.from_text("0W0@1"), '"0W0@1": W has no slot'),
+        (lambda: plan.Action("SEND_F", 0, 0, slot=1), "slot is 1: expected 0, because only receives, F, B and I"),
+        (
+            lambda: plan.PipelineSchedule.from_text(plan.pipeline_schedule("1f1b", 1, 1).to_text().rstrip("\n")),
+            "expected a line break behind the last line",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Any, text: str) -> None:
