@@ -116,4 +116,4 @@ def test_megatrons_example_and_back() -> None:
 def test_a_partition_can_be_given_to_megatron() -> None:
     layers = ["embedding", *["decoder"] * 12, "loss"]
     boundaries = plan.partition_layers([2, *[1] * 12, 3], 4)
-    assert plan.to_megatron_layout(layers, boundaries) == "Ett|t*4|t*5|tL"
+    assert plan.to_megatron_layout(layers, boundaries) == "Ett|(t*4|)*2ttL"

@@ -338,6 +338,16 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
         (lambda: plan.Action("OPTIM", 0, 1), "OPTIM"),
         (lambda: plan.Action("F", -1, 0), "stage is -1"),
         (lambda: plan.Action.from_text("F0"), "F0"),
+        (lambda: plan.Action.from_text("0W0@1"), '"0W0@1": W has no slot'),
+        (lambda: plan.Action("SEND_F", 0, 0, slot=1), "slot is 1: expected 0, because only receives, F, B and I"),
+        (
+            lambda: plan.PipelineSchedule.from_text(plan.pipeline_schedule("1f1b", 1, 1).to_text().rstrip("\n")),
+            "expected a line break behind the last line",
+        ),
+        (lambda: plan.pipeline_schedule("1f1b", 4, 4, costs=(float("nan"), 1, 1)), "forward = NaN"),
+        (lambda: plan.pipeline_schedule("dualpipe", 4, 4, costs=(1, -1, 1)), "input_grad = -1"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(10**400, 1, 1), "number that is too large"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).simulate(1, [1, -(10**400)], 1), "number that is too large"),
     ],
 )
 def test_bad_input_is_named(call: Any, text: str) -> None:
@@ -366,6 +376,12 @@ def test_what_is_no_number_or_name_is_a_type_error(call: Any, text: str) -> None
     with pytest.raises(TypeError) as caught:
         call()
     assert text in str(caught.value)
+
+
+def test_a_type_error_shows_the_start_of_a_long_argument() -> None:
+    with pytest.raises(TypeError) as caught:
+        plan.pipeline_schedule("1f1b", 2, 2).simulate(["x" * 1000], 1, 1)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_type_error_names_its_argument() -> None:

@@ -43,7 +43,11 @@ impl PyAction {
             (false, None) => 0,
             (needs, _) => return Err(PlanError::ActionMicrobatch { kind: kind.name(), needs }.into()),
         };
-        let slot = slot.fit("slot", "0 to 65535")?;
+        let slot: u16 = slot.fit("slot", "0 to 65535")?;
+        if slot != 0 && !kind.has_slot() {
+            let expected = "0, because only receives, F, B and I have a slot";
+            return Err(PlanError::OutOfRange { what: "slot", value: slot.into(), expected }.into());
+        }
         Ok(Self(Action { kind, with_next, slot, stage: number("stage", stage)?, microbatch }))
     }
 

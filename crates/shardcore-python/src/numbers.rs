@@ -64,20 +64,31 @@ impl<'py> FromPyObject<'_, 'py> for Number {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         match object.extract::<f64>() {
-            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                let what = "number that is too large".to_owned();
-                let expected = "at most 1.8e308 in either direction: use a larger unit".to_owned();
-                Err(CoreError::from(PlanError::BadCost { what, expected }).into())
-            }
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => Err(too_large()),
             Err(_) => Err(wrong("a number", object)),
             Ok(value) => Ok(Self(value)),
         }
     }
 }
 
+/// What a number that no float holds is told.
+pub(crate) fn too_large() -> PyErr {
+    let what = "number that is too large".to_owned();
+    let expected = "at most 1.8e308 in either direction: use a larger unit".to_owned();
+    CoreError::from(PlanError::BadCost { what, expected }).into()
+}
+
 /// What an argument of another type is told; its name is added where it is read.
 pub(crate) fn wrong(expected: &str, object: Borrowed<'_, '_, PyAny>) -> PyErr {
-    PyTypeError::new_err(format!("expected {expected}, got {:?}", object.to_owned()))
+    PyTypeError::new_err(format!("expected {expected}, got {}", shortened(&object.to_owned())))
+}
+
+/// The start of what an object is written as, for messages.
+fn shortened(object: &Bound<'_, PyAny>) -> String {
+    let text = format!("{object:?}");
+    let mut letters = text.chars();
+    let start: String = letters.by_ref().take(80).collect();
+    if letters.next().is_some() { format!("{start}...") } else { start }
 }
 
 /// Plain numbers from those of Python.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet, PySet};
 #[cfg(feature = "stubs")]
@@ -12,7 +12,7 @@ use shardcore_plan::schedule::simulate::Network;
 use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
 
 use crate::error::CoreError;
-use crate::numbers::{Number, Whole, fit_all, plain, wrong};
+use crate::numbers::{Number, Whole, fit_all, plain, too_large, wrong};
 
 /// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
 pub(crate) fn count(value: Whole, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
@@ -46,16 +46,20 @@ impl<'py> FromPyObject<'_, 'py> for PyAmount {
     );
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(value) = object.extract::<f64>() {
-            return Ok(Self(Amount::PerRank(value)));
+        let is_overflow = |error: &PyErr| error.is_instance_of::<PyOverflowError>(object.py());
+        match object.extract::<f64>() {
+            Ok(value) => return Ok(Self(Amount::PerRank(value))),
+            Err(error) if is_overflow(&error) => return Err(too_large()),
+            Err(_) => {}
         }
         // Neither is a list: one gives its keys, the other no order.
         if object.hasattr("keys")? || object.is_instance_of::<PySet>() || object.is_instance_of::<PyFrozenSet>() {
             return Err(wrong(EXPECTED_AMOUNT, object));
         }
-        let per_stage = object.try_iter().and_then(|items| items.map(|item| item?.extract()).collect());
+        let per_stage: PyResult<_> = object.try_iter().and_then(|items| items.map(|item| item?.extract()).collect());
         match per_stage {
             Ok(values) => Ok(Self(Amount::PerStage(values))),
+            Err(error) if is_overflow(&error) => Err(too_large()),
             Err(_) => Err(wrong(EXPECTED_AMOUNT, object)),
         }
     }

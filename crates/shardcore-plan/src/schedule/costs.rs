@@ -58,6 +58,25 @@ impl CostSpec {
         }
     }
 
+    /// Checks the numbers, and the lengths of lists against a placement.
+    ///
+    /// # Errors
+    /// [`PlanError::BadCost`] as for [`Costs::new`].
+    pub fn check(&self, placement: &Placement) -> Result<()> {
+        let amounts = [
+            ("activation", Some(&self.activation)),
+            ("forward", Some(&self.forward)),
+            ("input_grad", Some(&self.input_grad)),
+            ("weight_grad", Some(&self.weight_grad)),
+            ("fused_backward", self.fused_backward.as_ref()),
+            ("stash", self.stash.as_ref()),
+        ];
+        for (what, amount) in amounts {
+            amount.map_or(Ok(()), |amount| check_amount(what, amount, placement))?;
+        }
+        check_number("hop", None, self.hop)
+    }
+
     /// The same costs with a latency for one hop between two different ranks.
     #[must_use]
     pub fn with_hop(self, hop: f64) -> Self {
@@ -103,15 +122,16 @@ impl Costs {
         if num_slices == 0 {
             return Err(PlanError::num_slices(num_slices));
         }
-        let resolve = |what, amount| resolve(what, amount, placement, num_slices);
-        let activation = resolve("activation", &spec.activation)?;
+        spec.check(placement)?;
+        let resolve = |amount| resolve(amount, placement, num_slices);
+        let activation = resolve(&spec.activation);
         Ok(Self {
-            forward: resolve("forward", &spec.forward)?,
-            input_grad: resolve("input_grad", &spec.input_grad)?,
-            weight_grad: resolve("weight_grad", &spec.weight_grad)?,
-            fused_backward: spec.fused_backward.as_ref().map(|cost| resolve("fused_backward", cost)).transpose()?,
-            hop: check_number("hop", None, spec.hop)?,
-            stash: spec.stash.as_ref().map_or_else(|| Ok(activation.clone()), |size| resolve("stash", size))?,
+            forward: resolve(&spec.forward),
+            input_grad: resolve(&spec.input_grad),
+            weight_grad: resolve(&spec.weight_grad),
+            fused_backward: spec.fused_backward.as_ref().map(resolve),
+            hop: spec.hop + 0.0, // No negative zero.
+            stash: spec.stash.as_ref().map_or_else(|| activation.clone(), resolve),
             activation,
         })
     }
@@ -124,27 +144,35 @@ impl Costs {
     }
 }
 
-fn resolve(what: &'static str, amount: &Amount, placement: &Placement, num_slices: u32) -> Result<Vec<f64>> {
+/// The part of every stage in an amount that has been checked.
+fn resolve(amount: &Amount, placement: &Placement, num_slices: u32) -> Vec<f64> {
     let slices = f64::from(num_slices);
+    let of_slice = |value: f64| (value + 0.0) / slices; // No negative zero.
     match amount {
         Amount::PerRank(value) => {
-            let value = check_number(what, None, *value)? / slices;
-            Ok((0..placement.num_stages()).map(|stage| value / f64::from(placement.num_chunks_beside(stage))).collect())
+            let chunk = |stage| of_slice(*value) / f64::from(placement.num_chunks_beside(stage));
+            (0..placement.num_stages()).map(chunk).collect()
         }
+        Amount::PerStage(values) => values.iter().map(|&value| of_slice(value)).collect(),
+    }
+}
+
+fn check_amount(what: &'static str, amount: &Amount, placement: &Placement) -> Result<()> {
+    match amount {
+        Amount::PerRank(value) => check_number(what, None, *value),
         Amount::PerStage(values) if values.len() != placement.num_stages() as usize => Err(PlanError::BadCost {
             what: format!("{what} (a list of {})", values.len()),
             expected: format!("a number, or one entry for each of the {} stages", placement.num_stages()),
         }),
         Amount::PerStage(values) => {
-            let numbered = values.iter().enumerate();
-            numbered.map(|(stage, &value)| Ok(check_number(what, Some(stage), value)? / slices)).collect()
+            values.iter().enumerate().try_for_each(|(stage, &value)| check_number(what, Some(stage), value))
         }
     }
 }
 
-fn check_number(what: &'static str, stage: Option<usize>, value: f64) -> Result<f64> {
+fn check_number(what: &'static str, stage: Option<usize>, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
-        return Ok(value + 0.0); // No negative zero.
+        return Ok(());
     }
     let place = stage.map_or_else(String::new, |stage| format!(" of stage {stage}"));
     let expected = "a finite number of at least 0".to_owned();

@@ -3,7 +3,9 @@
 //! A pipeline runs at the pace of its heaviest stage, so [`balanced`] makes the heaviest part as light as it can be
 //! and nothing else comes before that. (Making the difference between the heaviest and the lightest part small is
 //! another aim: it may accept a heavier bottleneck.) Partitions with the same bottleneck are compared by the bytes
-//! that cross their cuts, then by the sum of the squares of their parts, then the earlier cut wins.
+//! that cross their cuts, then by the sum of the squares of their parts, then the earlier cut wins, from the last cut
+//! to the first. Weights that are whole numbers in some unit, of which the sum has at most 53 bits, are compared
+//! exactly.
 //!
 //! A partition into `k` parts is given by `k + 1` boundaries: part `i` holds the layers `boundaries[i]` up to, but
 //! without, `boundaries[i + 1]`. No part is ever empty.
@@ -193,17 +195,17 @@ fn num_filled(weights: &[f64], limit: f64) -> usize {
 }
 
 /// What is compared between partitions of the same bottleneck: bytes cut first, then the squares of the parts.
-#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Cost {
     cut_nbytes: u128,
-    squares: f64,
+    /// In units of [`Prefix`]; at most 2^106.
+    squares: u128,
 }
 
 /// The search among the partitions none of whose parts exceeds the bottleneck.
 struct Ties<'a> {
     cut_nbytes: Option<&'a [u64]>,
-    /// `prefix[i]` is the weight of the layers before `i`, in units of the total.
-    prefix: Vec<f64>,
+    prefix: Prefix,
     /// `first[j]` is the earliest start of a part that ends before layer `j`.
     first: Vec<usize>,
 }
@@ -229,19 +231,14 @@ impl<'a> Ties<'a> {
         cut_nbytes: Option<&'a [u64]>,
         interrupted: &dyn Fn() -> bool,
     ) -> Result<Self> {
-        let total = weights.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-        let mut sum = 0.0;
-        let mut prefix = vec![0.0];
-        prefix.extend(weights.iter().map(|weight| {
-            sum += weight / total;
-            sum
-        }));
-        Ok(Self { cut_nbytes, prefix, first: earliest_starts(weights, bottleneck, interrupted)? })
+        let prefix = Prefix::new(weights);
+        let first = earliest_starts(weights, &prefix, bottleneck, interrupted)?;
+        Ok(Self { cut_nbytes, prefix, first })
     }
 
     fn solve(&self, num_parts: usize, interrupted: &dyn Fn() -> bool) -> Result<Vec<usize>> {
-        let num_layers = self.prefix.len() - 1;
-        let mut row = Row { start: 0, costs: vec![Cost { cut_nbytes: 0, squares: 0.0 }], cuts: vec![0] };
+        let num_layers = self.first.len() - 1;
+        let mut row = Row { start: 0, costs: vec![Cost { cut_nbytes: 0, squares: 0 }], cuts: vec![0] };
         // Of the rows before, only where they cut is needed.
         let mut cuts: Vec<(usize, Vec<u32>)> = Vec::with_capacity(num_parts);
         for _ in 0..num_parts {
@@ -264,7 +261,7 @@ impl<'a> Ties<'a> {
     fn next_row(&self, before: &Row, num_layers: usize) -> Row {
         let start = before.start + 1;
         let end = (start..=num_layers).take_while(|&end| self.first[end] < before.end()).count() + start;
-        let unknown = Cost { cut_nbytes: u128::MAX, squares: f64::INFINITY };
+        let unknown = Cost { cut_nbytes: u128::MAX, squares: u128::MAX };
         let mut row = Row { start, costs: vec![unknown; end - start], cuts: vec![0; end - start] };
         self.fill(before, &mut row, (start, end), (0, num_layers));
         row
@@ -294,23 +291,104 @@ impl<'a> Ties<'a> {
 
     /// The cost with one part more, which begins at `cut` and ends before `end`.
     fn with_part(&self, cost: Cost, cut: usize, end: usize) -> Cost {
-        let weight = self.prefix[end] - self.prefix[cut];
+        let weight = u128::from(self.prefix.between(cut, end));
         let crossing = cut.checked_sub(1).and_then(|place| Some(self.cut_nbytes?[place])).unwrap_or(0);
         Cost { cut_nbytes: cost.cut_nbytes + u128::from(crossing), squares: cost.squares + weight * weight }
     }
 }
 
+/// The weights of the layers before each place as whole numbers, in a unit that is a power of two: the total has 53
+/// bits. Powers of two change no digit, so weights that are whole numbers of the caller's unit stay exact, and equal
+/// squares stay equal.
+struct Prefix {
+    sums: Vec<u64>,
+    /// The unit is one part of this many; as two factors, because one double may not hold it.
+    scale: [f64; 2],
+    /// Whether no sum is rounded.
+    exact: bool,
+}
+
+impl Prefix {
+    fn new(weights: &[f64]) -> Self {
+        let total: f64 = weights.iter().sum();
+        let scale = scale_to_53_bits(total);
+        let scaled = |value: f64| value * scale[0] * scale[1];
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from 0 to 2^53")]
+        let whole = |value: f64| scaled(value).round() as u64;
+        let mut sum = 0.0;
+        let before = weights.iter().map(|weight| {
+            sum += weight;
+            whole(sum)
+        });
+        let sums = std::iter::once(0).chain(before).collect();
+        // Whole numbers whose rounded sum is below 2^53 have been added without any rounding, whichever came first.
+        let is_whole = |weight: f64| scaled(weight).fract() == 0.0 && (scaled(weight) == 0.0) == (weight == 0.0);
+        let exact = weights.iter().all(|&weight| is_whole(weight));
+        Self { sums, scale, exact }
+    }
+
+    /// The weight of the layers from `start` up to, but without, `end`.
+    fn between(&self, start: usize, end: usize) -> u64 {
+        self.sums[end] - self.sums[start]
+    }
+
+    /// Whether the layers from `start` up to, but without, `end` weigh at most `limit`, added from left to right:
+    /// where the prefixes leave a doubt, `added` gives that sum.
+    fn fits(&self, (start, end): (usize, usize), limit: f64, added: impl FnOnce() -> f64) -> bool {
+        #[expect(clippy::cast_precision_loss, reason = "at most 2^53")]
+        let (sum, count) = (self.between(start, end) as f64, self.sums.len() as f64);
+        let limit_in_units = limit * self.scale[0] * self.scale[1];
+        // Each of the additions behind both sums is off by at most half a unit, and so is each rounding.
+        let sure = self.exact || (sum - limit_in_units).abs() > 4.0 * count;
+        if sure { sum <= limit_in_units } else { added() <= limit }
+    }
+}
+
+/// 2^53.
+const TWO_TO_53: f64 = 9_007_199_254_740_992.0;
+
+/// A power of two, as two factors, that brings a total to at least 2^52 and below 2^53; 1 for no total.
+fn scale_to_53_bits(total: f64) -> [f64; 2] {
+    if total == 0.0 {
+        return [1.0; 2];
+    }
+    let (mut scale, mut scaled) = ([1.0, 1.0], total);
+    let step = |factor: f64, scale: &mut [f64; 2], scaled: &mut f64| {
+        let larger = usize::from(scale[0] * factor > 1e300 || scale[0] * factor < 1e-300);
+        scale[larger] *= factor;
+        *scaled *= factor;
+    };
+    while scaled < TWO_TO_53 / 2.0 {
+        step(2.0, &mut scale, &mut scaled);
+    }
+    while scaled >= TWO_TO_53 {
+        step(0.5, &mut scale, &mut scaled);
+    }
+    scale
+}
+
 /// For each end, the earliest start of a part that does not exceed `limit`. Both grow together.
-fn earliest_starts(weights: &[f64], limit: f64, interrupted: &dyn Fn() -> bool) -> Result<Vec<usize>> {
+fn earliest_starts(weights: &[f64], prefix: &Prefix, limit: f64, interrupted: &dyn Fn() -> bool) -> Result<Vec<usize>> {
     let mut first = vec![0; weights.len() + 1];
     let mut end = 0;
+    // Where the equal weights from `start` on end, and the last sum of so many of them: equal layers are added once.
+    let (mut run_end, mut known) = (0, (0, 0.0));
     for start in 0..weights.len() {
         if start.is_multiple_of(1024) && interrupted() {
             return Err(PlanError::Interrupted);
         }
-        let mut sum = weights[start..end].iter().sum::<f64>();
-        while end < weights.len() && sum + weights[end] <= limit {
-            sum += weights[end];
+        if start == run_end {
+            run_end +=
+                weights[start..].iter().take_while(|weight| weight.to_bits() == weights[start].to_bits()).count();
+            known = (0, 0.0);
+        }
+        let mut added = |end: usize| {
+            if end > run_end || known.0 != end - start {
+                known = (if end > run_end { 0 } else { end - start }, weights[start..end].iter().sum());
+            }
+            known.1
+        };
+        while end < weights.len() && prefix.fits((start, end + 1), limit, || added(end + 1)) {
             end += 1;
             first[end] = start;
         }
@@ -344,6 +422,37 @@ mod tests {
     fn uniform_parts_grow_to_the_end() {
         assert_eq!(uniform(7, 4), Ok(vec![0, 1, 3, 5, 7]));
         assert_eq!(uniform(30, 4), Ok(vec![0, 7, 14, 22, 30]));
+    }
+
+    #[test]
+    fn of_equal_squares_the_earlier_cut_wins() {
+        for unit in [1.0, 0.125, 1e9, 3e-300, 5e-324] {
+            let weights = [5.0, 4.0, 4.0, 0.0, 4.0, 5.0].map(|weight| weight * unit);
+            assert_eq!(balanced(&weights, 2, None), Ok(vec![0, 2, 6]), "in units of {unit}");
+        }
+    }
+
+    #[test]
+    fn starts_are_those_of_sums_from_left_to_right() {
+        let given = |weight: fn(usize) -> f64| std::array::from_fn::<f64, 40, _>(weight);
+        let repeated = given(|layer| [0.1, 0.2, 0.3][layer % 3]);
+        for weights in [[0.1; 40], [0.7; 40], [3.0; 40], repeated, given(|layer| [0.1, 0.3, 0.1][layer / 14])] {
+            for count in 3..40 {
+                let limit = weights[..count].iter().sum::<f64>();
+                let found = earliest_starts(&weights, &Prefix::new(&weights), limit, &|| false).unwrap();
+                let fits = |start: usize, end: usize| weights[start..end].iter().sum::<f64>() <= limit;
+                let expected = (1..=40).map(|end| (0..end).find(|&start| fits(start, end)).unwrap());
+                assert_eq!(found[1..], expected.collect::<Vec<usize>>());
+            }
+        }
+    }
+
+    #[test]
+    fn long_parts_are_no_trouble() {
+        for weight in [1.0, 0.1] {
+            let found = balanced(&vec![weight; 250_000], 8, None).unwrap();
+            assert!(found.iter().enumerate().all(|(part, &start)| start == part * 31_250), "{found:?}");
+        }
     }
 
     #[test]

@@ -209,9 +209,7 @@ impl Placement {
     /// On how many stages of this stage's rank the same micro-batch is worked: what a cost given per rank is split by.
     #[must_use]
     pub fn num_chunks_beside(&self, stage: u32) -> u32 {
-        let chain = self.chain_of_stage(stage);
-        let stages = self.stages_of(self.rank_of(stage));
-        index(stages.iter().filter(|&&other| self.chain_of_stage(other) == chain).count())
+        self.counts(self.rank_of(stage))[self.chain_of_stage(stage) as usize]
     }
 
     /// How many stages of each chain a rank holds.

@@ -61,6 +61,23 @@ proptest! {
         prop_assert!(squares(&weights, &found) <= evenest + 1e-12, "{found:?}");
     }
 
+    /// Whole numbers are compared exactly: by the squares, then by the cuts, the last one first.
+    #[test]
+    fn ties_of_whole_numbers_are_broken_exactly(
+        weights in prop::collection::vec((0_u32..5).prop_map(f64::from), 1..10),
+        seed in any::<prop::sample::Index>(),
+    ) {
+        let num_parts = seed.index(weights.len()) + 1;
+        let exact = |other: &Vec<usize>| {
+            let squares = part_weights(&weights, other).map(|weight| weight * weight).sum::<f64>();
+            (bottleneck(&weights, other), squares)
+        };
+        let mut all = all_partitions(weights.len(), num_parts);
+        all.sort_by_key(|other| other.iter().rev().copied().collect::<Vec<usize>>());
+        let best = all.into_iter().reduce(|best, other| if exact(&other) < exact(&best) { other } else { best });
+        prop_assert_eq!(balanced(&weights, num_parts, None).ok(), best);
+    }
+
     #[test]
     fn ties_are_broken_by_bytes(weights in weights(), nbytes in prop::collection::vec(0_u64..4, 9), seed in any::<prop::sample::Index>()) {
         let num_parts = seed.index(weights.len()) + 1;

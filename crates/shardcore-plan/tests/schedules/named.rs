@@ -5,7 +5,7 @@ use shardcore_plan::PlanError;
 use shardcore_plan::schedule::generate::ChunkCount;
 use shardcore_plan::schedule::generate::closed::ClosedForm;
 use shardcore_plan::schedule::generate::evaluation::evaluation;
-use shardcore_plan::schedule::{Action, Placement, Schedule, ScheduleName, build, rank_program};
+use shardcore_plan::schedule::{Action, CostSpec, Placement, Schedule, ScheduleName, build, rank_program};
 
 use crate::given::{cases, counts, name, placement, times};
 use crate::reference::{Times, run};
@@ -231,6 +231,30 @@ fn published_bubble_rates_are_reproduced() {
             (idle * 10_000 + run.span / 2) / run.span
         });
         assert_eq!(rates, expected, "p = {p}, m = {m}");
+    }
+}
+
+/// Also where the order does not depend on them.
+#[test]
+fn costs_that_are_none_are_refused_for_every_name() {
+    for &name in ScheduleName::ALL {
+        let stages = name.placement(4, None).unwrap().num_stages() as usize;
+        let made = |costs: &CostSpec| {
+            let whole = build(name, 4, 4, None, Some(costs));
+            assert_eq!(rank_program(name, 4, 4, None, Some(costs), 0).as_ref().err(), whole.as_ref().err());
+            whole.map_err(|error| error.to_string())
+        };
+        let plain = CostSpec { forward: vec![1.0; stages].into(), ..CostSpec::default() };
+        assert_eq!(made(&plain).unwrap().num_stages() as usize, stages);
+        for bad in [f64::NAN, f64::INFINITY, -1.0] {
+            let expected = format!("{bad}: expected a finite number of at least 0");
+            assert!(made(&CostSpec::uniform(bad, 1.0, 1.0)).unwrap_err().contains(&format!("forward = {expected}")));
+            assert!(made(&CostSpec::default().with_hop(bad)).unwrap_err().contains(&format!("hop = {expected}")));
+            let fused = CostSpec { fused_backward: Some(vec![bad; stages].into()), ..CostSpec::default() };
+            assert!(made(&fused).unwrap_err().contains(&format!("fused_backward of stage 0 = {expected}")));
+        }
+        let short = CostSpec { stash: Some(vec![1.0; stages - 1].into()), ..CostSpec::default() };
+        assert!(made(&short).unwrap_err().contains(&format!("one entry for each of the {stages} stages")));
     }
 }
 

@@ -215,6 +215,16 @@ fn costs_without_a_finite_sum_are_refused() {
     }
 }
 
+/// Far more stages on one rank than a schedule can have are refused before any work is done for each of them.
+#[test]
+fn too_many_stages_on_one_rank_are_refused_at_once() {
+    let placement = Placement::custom(vec![0; 500_000]).unwrap();
+    let message = synthesize(&Request::new(placement.clone(), 1, CostSpec::default())).unwrap_err().to_string();
+    assert_eq!(message, "stages of one rank is 500000: expected at most 2^14");
+    let costs = Costs::new(&CostSpec::default(), &placement, 1).unwrap();
+    assert_eq!(costs.forward, vec![1.0 / 500_000.0; 500_000]);
+}
+
 #[test]
 fn bad_requests_are_errors_that_say_what_to_do() {
     let request = Request::new(Placement::looped(2, 1).unwrap(), 4, CostSpec::default());

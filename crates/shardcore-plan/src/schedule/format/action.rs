@@ -65,6 +65,9 @@ fn parse(text: &str) -> Result<Action, String> {
         (action.microbatch, rest) = split_number(rest).ok_or_else(missing)?;
     }
     if let Some(slot) = rest.strip_prefix('@') {
+        if !kind.has_slot() {
+            return Err(format!("{text:?}: {kind} has no slot: only receives, F, B and I have one"));
+        }
         let (number, end) = split_number(slot).ok_or_else(|| format!("{text:?}: expected a slot behind @"))?;
         let slot = u16::try_from(number).ok().filter(|&slot| slot != 0);
         action.slot = slot.ok_or_else(|| format!("{text:?}: a slot behind @ is 1 to 65535, got {number}"))?;

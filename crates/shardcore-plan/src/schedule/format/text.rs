@@ -68,7 +68,7 @@ impl Schedule {
         format!("{SCHEDULE_FORMAT}\n{text}")
     }
 
-    /// Reads what [`Schedule::to_text`] wrote, with or without the last line break, and nothing else.
+    /// Reads what [`Schedule::to_text`] wrote, and nothing else.
     ///
     /// # Errors
     /// [`PlanError::BadScheduleText`] with the line and column (from 1) of what is wrong, and those of
@@ -91,11 +91,23 @@ impl Schedule {
         let lowering = reader.lowering()?;
         let programs = (0..num_ranks).map(|rank| reader.program(rank)).collect::<Result<Vec<_>>>()?;
         reader.end()?;
+        check_last_break(text)?;
         match lowering {
             None => Self::new(header, programs),
             Some(lowering) => Self::new_lowered(header, programs, lowering),
         }
     }
+}
+
+/// Refuses a text whose last line does not end: where it was cut, numbers may have lost digits.
+fn check_last_break(text: &str) -> Result<()> {
+    if text.ends_with('\n') {
+        return Ok(());
+    }
+    let last = text.rfind('\n').map_or(0, |at| at + 1);
+    let (line, column) = (text.split('\n').count(), text.len() - last + 1);
+    let reason = "expected a line break behind the last line, got the end: the text may have been cut".to_owned();
+    Err(PlanError::BadScheduleText { line, column, reason })
 }
 
 /// What stands where there is nothing.

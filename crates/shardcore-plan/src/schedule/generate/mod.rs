@@ -128,6 +128,12 @@ impl ScheduleName {
         }
     }
 
+    /// Refuses a number of chunks that it cannot have, and costs that do not fit its placement.
+    fn check_costs(self, num_ranks: u32, num_chunks: Option<u32>, costs: Option<&CostSpec>) -> Result<()> {
+        self.resolve_chunks(num_chunks)?;
+        costs.map_or(Ok(()), |costs| costs.check(&self.placement(num_ranks, num_chunks)?))
+    }
+
     /// The number of chunks asked for, or the default.
     fn resolve_chunks(self, num_chunks: Option<u32>) -> Result<u32> {
         match (self.num_chunks(), num_chunks) {
@@ -154,7 +160,8 @@ pub enum ChunkCount {
 /// Builds a named schedule.
 ///
 /// `num_chunks` says into how many chunks a rank's work on a micro-batch is cut: by layers into stages, for `seq-1f1b`
-/// by the sequence into slices. `None` is the schedule's default. `costs` guide those schedules that adapt to them.
+/// by the sequence into slices. `None` is the schedule's default. `costs` guide those schedules that adapt to them; they
+/// are checked for the others too.
 ///
 /// # Errors
 /// [`PlanError::OutOfRange`] and [`PlanError::ScheduleChunks`] for counts that the schedule cannot have;
@@ -166,7 +173,7 @@ pub fn build(
     num_chunks: Option<u32>,
     costs: Option<&CostSpec>,
 ) -> Result<Schedule> {
-    name.resolve_chunks(num_chunks)?;
+    name.check_costs(num_ranks, num_chunks, costs)?;
     match (name, name.v_schedule()) {
         (_, Some(schedule)) => v_shape::build(schedule, num_ranks, num_microbatches, costs),
         (ScheduleName::DualPipe, _) => dual::dualpipe(num_ranks, num_microbatches),
@@ -189,6 +196,7 @@ pub fn rank_program(
     rank: u32,
 ) -> Result<Vec<Action>> {
     if ScheduleName::CLOSED.contains(&name) {
+        name.check_costs(num_ranks, num_chunks, costs)?;
         return ClosedForm::new(name, num_ranks, num_microbatches, num_chunks)?.program(rank);
     }
     let schedule = build(name, num_ranks, num_microbatches, num_chunks, costs)?;

@@ -69,18 +69,27 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
+    /// Refuses a placement with more stages on a rank than an [`Op`] can name.
+    pub(crate) fn check_placement(placement: &Placement) -> Result<()> {
+        let counts = (0..placement.num_ranks()).map(|rank| placement.stages_of(rank).len());
+        match counts.max() {
+            Some(most) if most > Op::MAX_CHUNKS => {
+                let value = most as i128;
+                Err(PlanError::OutOfRange { what: "stages of one rank", value, expected: "at most 2^14" })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The problem of a placement with one chain. `cap` has one entry a rank.
     pub(crate) fn new(placement: &Placement, costs: &Costs, num_microbatches: u32, cap: Vec<f64>) -> Result<Self> {
+        Self::check_placement(placement)?;
         let stages_of: Vec<Vec<usize>> = (0..placement.num_ranks())
             .map(|rank| placement.stages_of(rank).iter().map(|&stage| stage as usize).collect())
             .collect();
         let rank_of: Vec<usize> = placement.ranks().iter().map(|&rank| rank as usize).collect();
         let mut chunk_of = vec![0; rank_of.len()];
         for stages in &stages_of {
-            if stages.len() > Op::MAX_CHUNKS {
-                let value = stages.len() as i128;
-                return Err(PlanError::OutOfRange { what: "stages of one rank", value, expected: "at most 2^14" });
-            }
             for (chunk, &stage) in (0..).zip(stages) {
                 chunk_of[stage] = chunk;
             }

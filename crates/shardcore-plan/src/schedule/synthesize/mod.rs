@@ -102,6 +102,7 @@ fn problem_of(request: &Request) -> Result<Problem> {
         return Err(PlanError::OneChain);
     }
     Header::new("synthesized", placement.clone(), *num_microbatches).check()?;
+    Problem::check_placement(placement)?; // Before the costs of every stage are worked out.
     let num_ranks = placement.num_ranks() as usize;
     let caps = memory_cap.clone().unwrap_or_else(|| vec![f64::INFINITY; num_ranks]);
     if caps.len() != num_ranks {
