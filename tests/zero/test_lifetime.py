@@ -35,3 +35,32 @@ def test_a_dropped_model_is_freed(stage: int) -> None:
         while tensor_bytes(collect=True) > before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert tensor_bytes(collect=True) <= before
+
+
+class Passes(nn.Module):
+    """Hands its activations on in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+
+    def forward(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.inner(state[0])]
+
+
+@spmd(world=2)
+def test_activations_in_containers_are_freed() -> None:
+    """A hook in autograd's graph that leads to the activations of its own graph would keep them, step after step."""
+    model = sc.shard(nn.Sequential(Passes(), Passes(), Passes()), stage=3)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    alive = []
+    for _ in range(2):
+        x = torch.ones(2, 7, requires_grad=True)
+        (out,) = model([x * 1])
+        alive.append(weakref.ref(x))
+        out.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del x, out
+    gc.collect()
+    assert [each() for each in alive] == [None, None]

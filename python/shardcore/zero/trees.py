@@ -56,7 +56,9 @@ class Swaps:
             for key, item in _entries(container).items():
                 if id(item) in self._originals:
                     _set(container, key, self._originals[id(item)][1])
+        # Hooks in autograd's graph, into which the garbage collector cannot look, lead here: what is kept stays for ever.
         self._containers = None
+        del self._originals
 
 
 def map_tensors(function: Function, value: Any, swaps: Swaps | None = None) -> Any:
