@@ -348,3 +348,32 @@ def test_a_long_partition_can_be_interrupted() -> None:
     """Ctrl-C comes while the ties of a quarter of a million layers are broken, which takes far longer than a second."""
     run = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False)
     assert (run.stdout, run.returncode) == ("interrupted\n", 0), run.stderr
+
+
+LEFT = """
+import os, signal, threading, time
+from shardcore import plan
+signal.signal(signal.SIGINT, signal.default_int_handler)
+schedule = plan.pipeline_schedule("1f1b", 512, 4096)
+def job():
+    {job}
+start = time.monotonic()
+job()
+whole = time.monotonic() - start
+threading.Timer(whole / 8, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    job()
+except KeyboardInterrupt:
+    print(time.monotonic() - start < 0.75 * whole)
+"""
+
+
+@pytest.mark.parametrize(
+    "job", ["plan.synthesize(64, 512, 1, 1, 1, hop=0.3)", "schedule.lower(zero_stage=3)", "schedule.check('one-fifo')"]
+)
+def test_ctrl_c_does_not_wait_for_a_schedule(job: str) -> None:
+    """Each takes about a second or more; the signal comes early, and is not kept until the end."""
+    script = LEFT.format(job=job)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.stdout, run.returncode) == ("True\n", 0), run.stderr

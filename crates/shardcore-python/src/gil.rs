@@ -59,12 +59,7 @@ where
                     Ok(outcome) => return outcome,
                     Err(RecvTimeoutError::Disconnected) => return Err(Box::new("a thread is lost") as Payload),
                     Err(RecvTimeoutError::Timeout) if signal.is_ok() => {
-                        #[expect(
-                            clippy::redundant_closure_for_method_calls,
-                            reason = "the method is of one lifetime only"
-                        )]
-                        let checked = Python::attach(|py| py.check_signals());
-                        signal = checked;
+                        signal = check_signals();
                         stop.store(signal.is_err(), Ordering::Relaxed);
                     }
                     Err(RecvTimeoutError::Timeout) => {}
@@ -75,6 +70,34 @@ where
     });
     signal?;
     finish(py, outcome)
+}
+
+/// [`run`] for work on data of its own that may take seconds: a signal is raised at once, and the work ends unseen.
+pub(crate) fn run_or_leave<T, E>(py: Python<'_>, work: impl FnOnce() -> Result<T, E> + Send + 'static) -> PyResult<T>
+where
+    T: Send + 'static,
+    E: Into<CoreError> + Send + 'static,
+{
+    let (done, finished) = mpsc::channel();
+    thread::spawn(move || {
+        // Nobody receives it after a signal.
+        let _ = done.send(catch_unwind(AssertUnwindSafe(work)));
+    });
+    let outcome: PyResult<_> = py.detach(move || {
+        loop {
+            match finished.recv_timeout(LOOKOUT) {
+                Ok(outcome) => return Ok(outcome),
+                Err(RecvTimeoutError::Disconnected) => return Ok(Err(Box::new("a thread is lost") as Payload)),
+                Err(RecvTimeoutError::Timeout) => check_signals()?,
+            }
+        }
+    });
+    finish(py, outcome?)
+}
+
+#[expect(clippy::redundant_closure_for_method_calls, reason = "the method is of one lifetime only")]
+fn check_signals() -> PyResult<()> {
+    Python::attach(|py| py.check_signals())
 }
 
 /// What a panic carries.

@@ -182,9 +182,10 @@ impl PyPipelineSchedule {
         costs: Option<PyCosts>,
     ) -> PyResult<Self> {
         let options = lowering(zero_stage, reduce, optimizer, tied, receives_ahead, max_unsharded)?;
-        gil::run(py, || {
-            let costs = costs.map(|spec| costs_of(&self.0, &spec.0)).transpose()?;
-            costs.map_or_else(|| self.0.lower(&options), |costs| self.0.lower_for(&options, &costs))
+        let schedule = Arc::clone(&self.0);
+        gil::run_or_leave(py, move || {
+            let costs = costs.map(|spec| costs_of(&schedule, &spec.0)).transpose()?;
+            costs.map_or_else(|| schedule.lower(&options), |costs| schedule.lower_for(&options, &costs))
         })
         .map(Self::from)
     }
@@ -239,7 +240,8 @@ impl PyPipelineSchedule {
     ) -> PyResult<PySimulation> {
         let spec = cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash);
         let network = network(latency, message, bandwidth, overlap, composite)?;
-        gil::run(py, || PySimulation::of(&self.0, &spec, &network))
+        let schedule = Arc::clone(&self.0);
+        gil::run_or_leave(py, move || PySimulation::of(&schedule, &spec, &network))
     }
 
     /// Checks that the programs can be executed; on a fault the error shows the grid with the failing cell marked.
@@ -269,12 +271,13 @@ impl PyPipelineSchedule {
     ) -> PyResult<()> {
         let delivery = delivery(comm, capacity)?;
         let spec = CostSpec { activation: activation.0, stash: amount(stash), ..CostSpec::default() };
-        gil::run(py, || {
-            check_under(&self.0, delivery)?;
+        let schedule = Arc::clone(&self.0);
+        gil::run_or_leave(py, move || {
+            check_under(&schedule, delivery)?;
             match memory_cap {
                 Some(cap) => {
-                    let caps = cap.of_ranks(self.0.num_ranks());
-                    check::memory_of_ranks(&self.0, &caps, &costs_of(&self.0, &spec)?)
+                    let caps = cap.of_ranks(schedule.num_ranks());
+                    check::memory_of_ranks(&schedule, &caps, &costs_of(&schedule, &spec)?)
                 }
                 None => Ok(()),
             }
@@ -415,7 +418,7 @@ pub(crate) fn pipeline_schedule(
     let num_microbatches = count(num_microbatches, PlanError::num_microbatches)?;
     let num_chunks = num_chunks.map(|value| count(value, PlanError::num_chunks)).transpose()?;
     let costs = costs.map(|costs| costs.0);
-    gil::run(py, || generate::build(name, num_ranks, num_microbatches, num_chunks, costs.as_ref()))
+    gil::run_or_leave(py, move || generate::build(name, num_ranks, num_microbatches, num_chunks, costs.as_ref()))
         .map(PyPipelineSchedule::from)
 }
 
@@ -439,5 +442,6 @@ pub(crate) fn evaluation_schedule(
 ) -> PyResult<PyPipelineSchedule> {
     let placement = placed(placement, num_chains)?;
     let num_microbatches = count(num_microbatches, PlanError::num_microbatches)?;
-    gil::run(py, || generate::evaluation::evaluation(placement, num_microbatches)).map(PyPipelineSchedule::from)
+    gil::run_or_leave(py, move || generate::evaluation::evaluation(placement, num_microbatches))
+        .map(PyPipelineSchedule::from)
 }

@@ -182,7 +182,7 @@ pub(crate) fn synthesize(
         memory_cap: memory_cap.map(|cap| cap.of_ranks(num_ranks)),
         objective: parse_objective(objective)?,
     };
-    let Synthesis { schedule, value, lower_bound, gap, found_by } = gil::run(py, || make(&request))?;
+    let Synthesis { schedule, value, lower_bound, gap, found_by } = gil::run_or_leave(py, move || make(&request))?;
     Ok(PySynthesis { schedule: Arc::new(schedule), value, lower_bound, gap, found_by: found_by.to_owned() })
 }
 

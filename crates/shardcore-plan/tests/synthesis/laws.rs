@@ -138,6 +138,25 @@ fn a_cheaper_fused_backward_is_used_and_a_dearer_one_is_not() {
     assert!(kinds.clone().any(|kind| kind == ActionKind::InputGrad));
 }
 
+/// All backwards split, or all fused, is far from the best: weight gradients fill the gaps, and where there are none,
+/// backwards are in one piece.
+#[test]
+fn split_and_fused_backwards_mix_where_that_is_shorter() {
+    for (ranks, microbatches, fused, cap, most) in [
+        (2, 4, 1.6, 2.0, 12.2),
+        (4, 8, 1.6, 8.0, 25.4),
+        (4, 8, 1.4, 8.0, 24.4),
+        (4, 16, 1.6, 16.0, 46.2),
+        (8, 32, 1.6, 8.0, 93.4),
+        (16, 64, 1.6, 64.0, 188.4),
+    ] {
+        let costs = CostSpec { fused_backward: Some(fused.into()), ..CostSpec::uniform(1.0, 1.0, 1.0) };
+        let found =
+            verified(&Request::new(Placement::looped(ranks, 1).unwrap(), microbatches, costs).with_cap(cap), cap);
+        assert!(found.value < most + 1e-9, "p={ranks} m={microbatches} fused={fused}: {} > {most}", found.value);
+    }
+}
+
 /// Nothing, everything, and ratios of a million.
 #[test]
 fn extreme_costs_give_right_schedules() {

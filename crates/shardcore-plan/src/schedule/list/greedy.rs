@@ -98,7 +98,7 @@ struct List<'a> {
 impl List<'_> {
     fn run(&mut self) -> Option<Order> {
         let problem = self.problem;
-        let of_stage = |&stage: &usize| if problem.fused[stage] { 2 } else { 3 } * problem.num_microbatches;
+        let of_stage = |&stage: &usize| 3 * problem.num_microbatches - problem.fused[stage].len();
         let lengths = problem.stages_of.iter().map(|stages| stages.iter().map(of_stage).sum::<usize>());
         let mut out: Order = lengths.clone().map(Vec::with_capacity).collect();
         let mut events: BinaryHeap<Reverse<(Time, usize)>> =
@@ -147,7 +147,7 @@ impl List<'_> {
         loop {
             let &op = self.order[rank].get(self.position[rank])?;
             let stage = self.stage(rank, op);
-            if op.kind() != OpKind::WeightGrad || (self.early[stage] == 0 && self.waits(stage)) {
+            if op.kind() != OpKind::WeightGrad || (self.early[stage] == 0 && self.space.waits(stage)) {
                 return Some(op);
             }
             self.early[stage] = self.early[stage].saturating_sub(1);
@@ -162,11 +162,6 @@ impl List<'_> {
         Some(Decision::Start(OpKind::WeightGrad, stage, false))
     }
 
-    /// Whether the stage has a weight gradient to do.
-    fn waits(&self, stage: usize) -> bool {
-        self.space.done[stage][1] > self.space.done[stage][2]
-    }
-
     fn stage(&self, rank: usize, op: Op) -> usize {
         self.problem.stages_of[rank][usize::from(op.chunk())]
     }
@@ -178,7 +173,7 @@ impl List<'_> {
 
     /// Of the rank's stages with a weight gradient to do, the one whose stash is largest.
     fn waiting_weight(&self, rank: usize) -> Option<usize> {
-        let stages = self.problem.stages_of[rank].iter().copied().filter(|&stage| self.waits(stage));
+        let stages = self.problem.stages_of[rank].iter().copied().filter(|&stage| self.space.waits(stage));
         let stash = &self.problem.stash;
         stages.reduce(|best, stage| if stash[stage] > stash[best] { stage } else { best })
     }

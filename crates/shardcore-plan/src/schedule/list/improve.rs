@@ -1,5 +1,8 @@
 //! Local search on an order: an op on the critical path moves, and what is not worse stays.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
 use super::problem::{Op, OpKind, Order, Problem};
 use super::rng::Rng;
 use super::timing::{Goal, Timing, Workspace};
@@ -43,6 +46,8 @@ pub(crate) struct Improver<'a> {
     flips: bool,
     /// How the ops on the critical path could give way.
     moves: Vec<Move>,
+    /// Where each rank waits: the positions of the ops behind its gaps, if it may pay to put a weight gradient there.
+    gaps: Vec<Vec<usize>>,
     best: (f64, Order, Timing),
 }
 
@@ -56,8 +61,8 @@ impl<'a> Improver<'a> {
         let rng = Rng::new(seed);
         let may_fuse = |stage: usize| problem.fusing_pays(stage) || problem.stash[stage] > problem.activation[stage];
         let flips = (0..problem.num_stages()).any(may_fuse);
-        let (order, moves) = (order.to_vec(), Vec::new());
-        let mut search = Self { problem, goal, space, rng, order, score, flips, moves, best };
+        let (order, moves, gaps) = (order.to_vec(), Vec::new(), vec![Vec::new(); problem.num_ranks]);
+        let mut search = Self { problem, goal, space, rng, order, score, flips, moves, gaps, best };
         search.find_critical();
         Some(search)
     }
@@ -77,6 +82,41 @@ impl<'a> Improver<'a> {
                 self.step(most_worse * left * left);
             }
             self.start_from_best();
+        }
+    }
+
+    /// Fuses the gradients of backwards wherever the goal's score does not become worse, the last ones of each rank
+    /// first: there an input gradient is waited for least. `far`: not only those that are next to each other. Places
+    /// about `budget` ops at most.
+    pub(crate) fn fuse(&mut self, budget: usize, far: bool) {
+        self.start_from_best();
+        let mut trials = budget / self.order.iter().map(Vec::len).sum::<usize>().max(1);
+        for rank in 0..self.problem.num_ranks {
+            let num_grads = self.order[rank].iter().filter(|op| op.kind() == OpKind::InputGrad).count();
+            self.fuse_range(rank, 0..num_grads, far, &mut trials);
+        }
+    }
+
+    /// Fuses those of a rank's input gradients, all at once or by halves.
+    fn fuse_range(&mut self, rank: usize, grads: Range<usize>, far: bool, trials: &mut usize) {
+        if grads.is_empty() || *trials == 0 {
+            return;
+        }
+        let ops = fused(&self.order[rank], &grads, far);
+        if ops.len() == self.order[rank].len() {
+            return;
+        }
+        *trials -= 1;
+        let split = std::mem::replace(&mut self.order[rank], ops);
+        let (goal, limit) = (self.goal, self.best_score());
+        if self.accept_if(|timing| goal.score(timing) <= limit) {
+            return;
+        }
+        self.order[rank] = split;
+        if grads.len() > 1 {
+            let half = grads.start.midpoint(grads.end);
+            self.fuse_range(rank, half..grads.end, far, trials);
+            self.fuse_range(rank, grads.start..half, far, trials);
         }
     }
 
@@ -102,9 +142,7 @@ impl<'a> Improver<'a> {
         let tolerance = most_worse * self.rng.unit();
         let Move { rank, position, earliest, latest } = self.moves[self.rng.below(self.moves.len())];
         if self.flips && self.rng.unit() < FLIPS {
-            if flip(&mut self.order[rank], position) && !self.accept(tolerance) {
-                flip(&mut self.order[rank], position);
-            }
+            self.flip(rank, position, tolerance);
             return;
         }
         let distance = 1 + self.rng.below(FARTHEST);
@@ -123,26 +161,73 @@ impl<'a> Improver<'a> {
         }
     }
 
+    /// Splits a backward, or fuses a gradient with the other of its kind, and keeps that if the score allows it.
+    fn flip(&mut self, rank: usize, position: usize, tolerance: f64) {
+        let ops = &self.order[rank];
+        let op = ops[position];
+        let [grad, weight] = [OpKind::InputGrad, OpKind::WeightGrad].map(|kind| Op::new(kind, op.chunk()));
+        let pair = match op.kind() {
+            OpKind::Forward => None,
+            OpKind::Backward => {
+                let weight = if self.rng.unit() < 0.5 { position + 1 } else { self.next_gap(rank, position) };
+                split(&mut self.order[rank], position, weight);
+                if !self.accept(tolerance) {
+                    fuse(&mut self.order[rank], position, weight);
+                }
+                return;
+            }
+            OpKind::InputGrad => {
+                ops[position..].iter().position(|&op| op == weight).map(|far| (position, position + far))
+            }
+            OpKind::WeightGrad => ops[..position].iter().rposition(|&op| op == grad).map(|at| (at, position)),
+        };
+        let Some((grad, weight)) = pair else { return };
+        fuse(&mut self.order[rank], grad, weight);
+        if !self.accept(tolerance) {
+            split(&mut self.order[rank], grad, weight);
+        }
+    }
+
+    /// The first gap of a rank behind a position, or its end.
+    fn next_gap(&self, rank: usize, position: usize) -> usize {
+        let gaps = &self.gaps[rank];
+        gaps.get(gaps.partition_point(|&gap| gap <= position)).copied().unwrap_or(self.order[rank].len())
+    }
+
+    fn find_gaps(&mut self) {
+        let mut gaps = std::mem::take(&mut self.gaps);
+        for (rank, gaps) in gaps.iter_mut().enumerate() {
+            gaps.clear();
+            let waits = |&at: &usize| self.start((rank, at)) > self.end((rank, at - 1));
+            gaps.extend((1..self.order[rank].len()).filter(waits));
+        }
+        self.gaps = gaps;
+    }
+
     /// Keeps the order as it is now if its score is worse by at most `tolerance`; whether it is.
     fn accept(&mut self, tolerance: f64) -> bool {
-        let timing = self.space.replay(self.problem, &self.order);
-        let score = timing.as_ref().map_or(f64::INFINITY, |timing| score(timing, self.goal));
-        match timing {
-            Some(timing) if score <= self.score + tolerance => {
-                self.score = score;
-                if score < self.best.0 {
-                    self.best = (score, self.order.clone(), timing);
-                }
-                self.find_critical();
-                true
-            }
-            _ => false,
+        let limit = self.score + tolerance;
+        let goal = self.goal;
+        self.accept_if(|timing| score(timing, goal) <= limit)
+    }
+
+    /// Keeps the order as it is now if it can be executed and its timing allows it; whether it is.
+    fn accept_if(&mut self, allows: impl FnOnce(&Timing) -> bool) -> bool {
+        let Some(timing) = self.space.replay(self.problem, &self.order).filter(allows) else { return false };
+        self.score = score(&timing, self.goal);
+        if self.score < self.best.0 {
+            self.best = (self.score, self.order.clone(), timing);
         }
+        self.find_critical();
+        true
     }
 
     /// Follows the chain of ops without slack back from the last end.
     fn find_critical(&mut self) {
         self.moves.clear();
+        if self.flips {
+            self.find_gaps();
+        }
         let last = |rank: &usize| {
             let start = if self.goal.makespan == 0.0 { self.space.first_start[*rank] } else { 0.0 };
             self.space.clock[*rank] - start
@@ -217,23 +302,41 @@ fn score(timing: &Timing, goal: Goal) -> f64 {
     goal.score(timing) + 1e-4 * timing.sum_of_ends
 }
 
-/// Splits a backward, or fuses an input gradient with the weight gradient right behind it; whether there was one.
-fn flip(ops: &mut Vec<Op>, position: usize) -> bool {
-    let op = ops[position];
-    let weight = Op::new(OpKind::WeightGrad, op.chunk());
-    match op.kind() {
-        OpKind::Backward => {
-            ops[position] = Op::new(OpKind::InputGrad, op.chunk());
-            ops.insert(position + 1, weight);
-            true
+/// The same ops with some of the input gradients, counted from the first, fused with the next weight gradient of their
+/// stage.
+fn fused(ops: &[Op], grads: &Range<usize>, far: bool) -> Vec<Op> {
+    let (mut num_grads, mut done) = (0, BTreeMap::new());
+    let mut fuse = |(position, op): (usize, &Op)| {
+        let done = done.entry(op.chunk()).or_insert(0);
+        match op.kind() {
+            OpKind::InputGrad => {
+                num_grads += 1;
+                let is_near = ops.get(position + 1) == Some(&Op::new(OpKind::WeightGrad, op.chunk()));
+                let chosen = grads.contains(&(num_grads - 1)) && (far || is_near);
+                *done += usize::from(chosen);
+                Some(if chosen { Op::new(OpKind::Backward, op.chunk()) } else { *op })
+            }
+            OpKind::WeightGrad if *done > 0 => {
+                *done -= 1;
+                None
+            }
+            _ => Some(*op),
         }
-        OpKind::InputGrad if ops.get(position + 1) == Some(&weight) => {
-            ops[position] = Op::new(OpKind::Backward, op.chunk());
-            ops.remove(position + 1);
-            true
-        }
-        _ => false,
-    }
+    };
+    ops.iter().enumerate().filter_map(&mut fuse).collect()
+}
+
+/// Splits a backward into its input gradient, in its place, and a weight gradient before the op at `weight`.
+fn split(ops: &mut Vec<Op>, position: usize, weight: usize) {
+    let chunk = ops[position].chunk();
+    ops[position] = Op::new(OpKind::InputGrad, chunk);
+    ops.insert(weight, Op::new(OpKind::WeightGrad, chunk));
+}
+
+/// Fuses an input gradient with a weight gradient behind it: undoes [`split`].
+fn fuse(ops: &mut Vec<Op>, position: usize, weight: usize) {
+    ops[position] = Op::new(OpKind::Backward, ops[position].chunk());
+    ops.remove(weight);
 }
 
 /// Moves one element, and those between by one.

@@ -49,39 +49,49 @@ impl Pattern {
     }
 }
 
-/// The next op of one stage and kind.
+/// The next op of one stage: its forwards, its backwards, or the weight gradients of those that are split.
 struct Stream {
     time: f64,
-    op: Op,
-    left: usize,
+    kind: OpKind,
+    stage: usize,
+    microbatch: usize,
+}
+
+impl Stream {
+    /// `None`: a backward in one piece has done the weight gradient.
+    fn op(&self, problem: &Problem) -> Option<Op> {
+        let backward = problem.backward_kind(self.stage, self.microbatch);
+        let kind = match self.kind {
+            OpKind::Forward => OpKind::Forward,
+            OpKind::WeightGrad if backward == OpKind::Backward => return None,
+            OpKind::WeightGrad => OpKind::WeightGrad,
+            // A fused backward stands where the input gradient would.
+            OpKind::InputGrad | OpKind::Backward => backward,
+        };
+        Some(Op::new(kind, problem.chunk_of[self.stage]))
+    }
 }
 
 /// Merges the ops of a rank's stages by their reference times.
 fn merge(problem: &Problem, rank: usize, paced: bool, offsets: &[Vec<f64>; 3], interval: f64) -> Vec<Op> {
     let stages = &problem.stages_of[rank];
-    let left = problem.num_microbatches;
-    let stream = |kind: OpKind, stage: usize| Stream {
-        // A fused backward stands where the input gradient would.
-        time: offsets[if kind == OpKind::Backward { 1 } else { kind as usize }][stage],
-        op: Op::new(kind, problem.chunk_of[stage]),
-        left,
-    };
-    let backwards = stages.iter().map(|&stage| stream(problem.backward_kind(stage), stage));
-    let forwards = stages.iter().map(|&stage| stream(OpKind::Forward, stage));
-    let split = stages.iter().filter(|&&stage| paced && !problem.fused[stage]);
-    let weights = split.map(|&stage| stream(OpKind::WeightGrad, stage));
-    let mut streams: Vec<Stream> = backwards.chain(forwards).chain(weights).collect();
-    let mut ops = Vec::with_capacity(streams.len() * left);
+    let kinds = [OpKind::InputGrad, OpKind::Forward, OpKind::WeightGrad];
+    let kinds = &kinds[..if paced { 3 } else { 2 }];
+    let stream =
+        |kind: OpKind, stage: usize| Stream { time: offsets[kind as usize][stage], kind, stage, microbatch: 0 };
+    let mut streams: Vec<Stream> =
+        kinds.iter().flat_map(|&kind| stages.iter().map(move |&stage| stream(kind, stage))).collect();
+    let mut ops = Vec::with_capacity(streams.len() * problem.num_microbatches);
     while let Some(next) = streams.iter_mut().reduce(|first, other| if other.time < first.time { other } else { first })
     {
-        ops.push(next.op);
+        ops.extend(next.op(problem));
         next.time += interval;
-        next.left -= 1;
-        if next.left == 0 {
-            streams.retain(|stream| stream.left > 0);
-            if !streams.iter().any(|stream| stream.op.kind() == OpKind::Forward) {
+        next.microbatch += 1;
+        if next.microbatch == problem.num_microbatches {
+            streams.retain(|stream| stream.microbatch < problem.num_microbatches);
+            if !streams.iter().any(|stream| stream.kind == OpKind::Forward) {
                 // While the pipeline drains, weight gradients wait for gaps.
-                streams.retain(|stream| stream.op.kind() != OpKind::WeightGrad);
+                streams.retain(|stream| stream.kind != OpKind::WeightGrad);
             }
         }
     }

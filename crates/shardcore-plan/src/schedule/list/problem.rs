@@ -1,5 +1,6 @@
 //! What is to be scheduled, in the form that list scheduling needs.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::error::{PlanError, Result};
@@ -16,7 +17,8 @@ pub(crate) enum OpKind {
     Backward,
 }
 
-/// The next micro-batch's `kind` of a rank's `chunk`. The micro-batch is implied: each kind runs in their order.
+/// The next micro-batch's `kind` of a rank's `chunk`. The micro-batch is implied: forwards and backwards run in their
+/// order, and a weight gradient is that of the first whose input gradient is done and whose weight gradient is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Op(u16);
 
@@ -64,8 +66,8 @@ pub(crate) struct Problem {
     pub(crate) stash: Vec<f64>,
     /// Memory of each rank; infinite without a cap.
     pub(crate) cap: Vec<f64>,
-    /// The stages whose backwards list scheduling makes in one piece.
-    pub(crate) fused: Vec<bool>,
+    /// Per stage, the micro-batches whose backwards list scheduling makes in one piece.
+    pub(crate) fused: Vec<Range<usize>>,
 }
 
 impl Problem {
@@ -109,7 +111,7 @@ impl Problem {
             stash: costs.stash.clone(),
             // Sums of the caller's sizes may round up by a few bits.
             cap: cap.into_iter().map(|cap| cap * (1.0 + 1e-9)).collect(),
-            fused: vec![false; placement.num_stages() as usize],
+            fused: vec![0..0; placement.num_stages() as usize],
         })
     }
 
@@ -118,12 +120,12 @@ impl Problem {
         Self { num_microbatches, ..self.clone() }
     }
 
-    /// The same pipeline for list scheduling, with the backwards of some stages in one piece. It looks at the memory of
+    /// The same pipeline for list scheduling, with some backwards in one piece. It looks at the memory of
     /// forwards only, so where a split backward's stash is larger than the activation, that is set aside from the start.
-    pub(crate) fn cautious(&self, fused: Vec<bool>) -> Self {
+    pub(crate) fn cautious(&self, fused: Vec<Range<usize>>) -> Self {
         let reserved = |stage: usize| {
             let (activation, stash) = (self.activation[stage], self.stash[stage]);
-            if fused[stage] { activation } else { activation.max(stash) }
+            if fused[stage].len() == self.num_microbatches { activation } else { activation.max(stash) }
         };
         let activation = (0..self.num_stages()).map(reserved).collect();
         Self { activation, fused, ..self.clone() }
@@ -134,14 +136,16 @@ impl Problem {
         self.stages_of[rank].iter().map(|&stage| self.activation[stage]).sum()
     }
 
-    /// The stages whose backward must be in one piece even for one micro-batch at a time, because the stash does not fit
-    /// beside the activations of the rank's stages below.
-    pub(crate) fn must_fuse(&self) -> Vec<bool> {
-        let mut must = vec![false; self.num_stages()];
+    /// The backwards that must be in one piece even for one micro-batch at a time, because the stash does not fit beside
+    /// the activations of the rank's stages below: all of a stage or none.
+    pub(crate) fn must_fuse(&self) -> Vec<Range<usize>> {
+        let mut must = vec![0..0; self.num_stages()];
         for (rank, stages) in self.stages_of.iter().enumerate() {
             let mut below = 0.0;
             for &stage in stages {
-                must[stage] = below + self.stash[stage] > self.cap[rank];
+                if below + self.stash[stage] > self.cap[rank] {
+                    must[stage] = 0..self.num_microbatches;
+                }
                 below += self.activation[stage];
             }
         }
@@ -150,17 +154,18 @@ impl Problem {
 
     /// One micro-batch after another, each weight gradient at once.
     pub(crate) fn one_by_one(&self) -> Order {
-        let one = |rank: usize| {
+        let one = |rank: usize, microbatch: usize| {
             let stages = &self.stages_of[rank];
             let op = |kind, stage: usize| Op::new(kind, self.chunk_of[stage]);
-            let forwards = stages.iter().map(|&stage| op(OpKind::Forward, stage));
-            let backward = |&stage: &usize| match self.backward_kind(stage) {
+            let forwards = stages.iter().map(move |&stage| op(OpKind::Forward, stage));
+            let backward = move |&stage: &usize| match self.backward_kind(stage, microbatch) {
                 OpKind::Backward => vec![op(OpKind::Backward, stage)],
                 split => vec![op(split, stage), op(OpKind::WeightGrad, stage)],
             };
-            forwards.chain(stages.iter().rev().flat_map(backward)).collect::<Vec<Op>>()
+            forwards.chain(stages.iter().rev().flat_map(backward))
         };
-        (0..self.num_ranks).map(|rank| one(rank).repeat(self.num_microbatches)).collect()
+        let all = |rank| (0..self.num_microbatches).flat_map(|microbatch| one(rank, microbatch)).collect();
+        (0..self.num_ranks).map(all).collect()
     }
 
     pub(crate) fn num_stages(&self) -> usize {
@@ -182,9 +187,9 @@ impl Problem {
         self.time[kind as usize][stage]
     }
 
-    /// The kind that a stage's backward starts with.
-    pub(crate) fn backward_kind(&self, stage: usize) -> OpKind {
-        if self.fused[stage] { OpKind::Backward } else { OpKind::InputGrad }
+    /// The kind that a micro-batch's backward starts with.
+    pub(crate) fn backward_kind(&self, stage: usize, microbatch: usize) -> OpKind {
+        if self.fused[stage].contains(&microbatch) { OpKind::Backward } else { OpKind::InputGrad }
     }
 
     /// Whether a stage's backward takes less in one piece.
@@ -195,7 +200,8 @@ impl Problem {
     /// Time of a whole backward: the cheapest way for it.
     pub(crate) fn least_backward(&self, stage: usize) -> f64 {
         let split = self.time[1][stage] + self.time[2][stage];
-        if self.fused[stage] { self.time[3][stage] } else { split.min(self.time[3][stage]) }
+        let must_fuse = self.fused[stage].len() == self.num_microbatches;
+        if must_fuse { self.time[3][stage] } else { split.min(self.time[3][stage]) }
     }
 
     /// Work of a rank for one micro-batch: what it computes whatever the order is.
@@ -225,23 +231,41 @@ impl Problem {
 
     fn program(&self, rank: usize, ops: &[Op]) -> Vec<Action> {
         let stages = &self.stages_of[rank];
-        let mut next = vec![[0; 3]; stages.len()];
+        let mut streams = vec![Stream::default(); stages.len()];
         let mut action = |op: &Op| {
-            let (chunk, kind) = (usize::from(op.chunk()), op.kind());
-            let counts: Range<usize> = match kind {
-                OpKind::Backward => 1..3, // Both gradients.
-                _ => kind as usize..kind as usize + 1,
-            };
-            let microbatch = next[chunk][counts.start];
-            next[chunk][counts].iter_mut().for_each(|count| *count += 1);
-            let kind = match kind {
-                OpKind::Forward => ActionKind::Forward,
-                OpKind::InputGrad => ActionKind::InputGrad,
-                OpKind::WeightGrad => ActionKind::WeightGrad,
-                OpKind::Backward => ActionKind::Backward,
-            };
+            let chunk = usize::from(op.chunk());
+            let (kind, microbatch) = streams[chunk].next(op.kind());
             Action::new(kind, u32::try_from(stages[chunk]).unwrap_or(u32::MAX), microbatch)
         };
         ops.iter().map(&mut action).collect()
     }
+}
+
+/// Which micro-batch comes next on a stage.
+#[derive(Clone, Default)]
+struct Stream {
+    num_forwards: u32,
+    num_grads: u32,
+    /// The micro-batches whose weight gradient waits.
+    waiting: VecDeque<u32>,
+}
+
+impl Stream {
+    fn next(&mut self, kind: OpKind) -> (ActionKind, u32) {
+        match kind {
+            OpKind::Forward => (ActionKind::Forward, post_increment(&mut self.num_forwards)),
+            OpKind::Backward => (ActionKind::Backward, post_increment(&mut self.num_grads)),
+            OpKind::InputGrad => {
+                self.waiting.push_back(self.num_grads);
+                (ActionKind::InputGrad, post_increment(&mut self.num_grads))
+            }
+            // A replay has checked that one waits.
+            OpKind::WeightGrad => (ActionKind::WeightGrad, self.waiting.pop_front().unwrap_or(u32::MAX)),
+        }
+    }
+}
+
+fn post_increment(count: &mut u32) -> u32 {
+    *count += 1;
+    *count - 1
 }

@@ -82,6 +82,10 @@ pub(crate) struct Workspace {
     pub(crate) trace: Vec<Vec<(f64, usize)>>,
     /// Of the last replay: where each forward, and each input gradient, stands on its rank.
     pub(crate) position_of: [Vec<usize>; 2],
+    /// Of the last replay: whether each backward is in one piece, by stage and micro-batch.
+    whole: Vec<bool>,
+    /// Of the last replay: no weight gradient of an earlier micro-batch waits, by stage.
+    oldest: Vec<usize>,
     ready: Vec<usize>,
     is_ready: Vec<bool>,
 }
@@ -100,6 +104,8 @@ impl Workspace {
             position: vec![0; num_ranks],
             trace: vec![Vec::new(); num_ranks],
             position_of: [Vec::new(), Vec::new()],
+            whole: Vec::new(),
+            oldest: vec![0; num_stages],
             ready: Vec::with_capacity(num_ranks),
             is_ready: vec![true; num_ranks],
         }
@@ -119,6 +125,11 @@ impl Workspace {
 
     pub(crate) fn timing(&self) -> Timing {
         Timing::of(&self.first_start, &self.clock)
+    }
+
+    /// Whether the stage has a weight gradient to do.
+    pub(crate) fn waits(&self, stage: usize) -> bool {
+        self.done[stage][1] > self.done[stage][2]
     }
 
     /// When the inputs of a stage's next op of a kind are there; `None` while an op that it needs is not yet placed.
@@ -144,7 +155,9 @@ impl Workspace {
                     if end < 0.0 { NEVER } else { forward.max(end + problem.hop_before[stage + 1]) }
                 }
             }
-            OpKind::WeightGrad => grads[cell(2)],
+            // Its input gradient ran on the same rank, so it is there as soon as the rank is free.
+            OpKind::WeightGrad if self.waits(stage) => self.clock[problem.rank_of[stage]],
+            OpKind::WeightGrad => NEVER,
         };
         (arrival >= 0.0).then_some(arrival)
     }
@@ -182,30 +195,18 @@ impl Workspace {
         neighbour.copied().filter(|&neighbour| neighbour != rank)
     }
 
-    /// Times an order. `None` if it deadlocks, breaks a cap, or fuses a backward past a weight gradient that waits.
+    /// Times an order. `None` if it deadlocks or breaks a cap.
     pub(crate) fn replay(&mut self, problem: &Problem, order: &[Vec<Op>]) -> Option<Timing> {
         self.reset();
-        self.trace.iter_mut().for_each(Vec::clear);
-        self.position_of.iter_mut().for_each(|positions| positions.resize(self.ends[0].len(), 0));
+        self.reset_trace();
         let mut left: usize = order.iter().map(Vec::len).sum();
         while let Some(rank) = self.ready.pop() {
             self.is_ready[rank] = false;
             while let Some(&op) = order[rank].get(self.position[rank]) {
                 let (kind, stage) = (op.kind(), problem.stages_of[rank][usize::from(op.chunk())]);
                 let Some(arrival) = self.arrival(problem, kind, stage) else { break };
-                if kind == OpKind::Backward && self.done[stage][1] != self.done[stage][2] {
-                    return None;
-                }
                 let start = arrival.max(self.clock[rank]);
-                let index = match kind {
-                    OpKind::Backward => OpKind::InputGrad as usize,
-                    kind => kind as usize,
-                };
-                let microbatch = self.done[stage][index];
-                self.trace[rank].push((start, microbatch));
-                if let Some(positions) = self.position_of.get_mut(index) {
-                    positions[stage * self.num_microbatches + microbatch] = self.position[rank];
-                }
+                self.note(rank, kind, stage, start);
                 let neighbour = self.place(problem, kind, stage, start);
                 if self.held[rank] > problem.cap[rank] {
                     return None;
@@ -219,5 +220,42 @@ impl Workspace {
             }
         }
         (left == 0).then(|| self.timing())
+    }
+
+    fn reset_trace(&mut self) {
+        self.trace.iter_mut().for_each(Vec::clear);
+        let num_cells = self.ends[0].len();
+        self.position_of.iter_mut().for_each(|positions| positions.resize(num_cells, 0));
+        self.whole.clear();
+        self.whole.resize(num_cells, false);
+        self.oldest.fill(0);
+    }
+
+    /// Notes of an op that is about to be placed when it starts, its micro-batch, and where it stands.
+    #[inline]
+    fn note(&mut self, rank: usize, kind: OpKind, stage: usize, start: f64) {
+        let first = stage * self.num_microbatches;
+        let [num_forwards, num_grads, _] = self.done[stage];
+        let microbatch = match kind {
+            OpKind::Forward => num_forwards,
+            OpKind::InputGrad | OpKind::Backward => num_grads,
+            OpKind::WeightGrad => {
+                let oldest = &mut self.oldest[stage];
+                while self.whole[first + *oldest] {
+                    *oldest += 1;
+                }
+                *oldest += 1;
+                *oldest - 1
+            }
+        };
+        match kind {
+            OpKind::Forward => self.position_of[0][first + microbatch] = self.position[rank],
+            OpKind::InputGrad | OpKind::Backward => {
+                self.position_of[1][first + microbatch] = self.position[rank];
+                self.whole[first + microbatch] = kind == OpKind::Backward;
+            }
+            OpKind::WeightGrad => {}
+        }
+        self.trace[rank].push((start, microbatch));
     }
 }

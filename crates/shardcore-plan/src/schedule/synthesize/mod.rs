@@ -4,18 +4,18 @@
 //! 1. All named schedules of the placement that fit under the cap are candidates, so the result is never worse.
 //! 2. List scheduling of reference patterns with several rules looks for more, as for the V schedules
 //!    ([`v_shape`](super::generate::v_shape)).
-//! 3. A local search moves ops that lie on the critical path.
+//! 3. Where a backward in one piece takes less, those for which nobody waits are fused.
+//! 4. A local search moves, splits and fuses ops that lie on the critical path.
 //!
 //! The search counts work, not time, and draws its random numbers from a fixed seed: the same request gives the same
 //! schedule on every machine. Planning again after a profile is one call.
 
 mod bound;
 mod candidates;
+mod fusing;
 
 use super::costs::{CostSpec, Costs};
-use super::list::{
-    Goal, Improver, Objective, Op, OpKind, Order, Pattern, PatternSearch, Problem, Rule, Timing, Workspace,
-};
+use super::list::{Found, Goal, Improver, Objective, Order, Pattern, PatternSearch, Problem, Rule, Timing, Workspace};
 use super::placement::Placement;
 use super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -147,84 +147,102 @@ fn cap_too_small(problem: &Problem, rank: usize, cap: f64) -> PlanError {
     PlanError::CapTooSmall { rank, cap: cap.to_string(), needed: problem.least_memory(rank).to_string() }
 }
 
-/// The best order so far.
-struct Best {
+/// An order and how long it takes.
+struct Candidate {
     order: Order,
     timing: Timing,
     found_by: &'static str,
 }
 
-/// Ops that list scheduling may place, and those that the local search may.
-const BUDGET: [usize; 2] = [4_000_000, 10_000_000];
+impl Candidate {
+    /// The same, or what a search makes of it if that is better.
+    fn improved(self, problem: &Problem, goal: Goal, search: impl FnOnce(&mut Improver)) -> Self {
+        let Some(mut improver) = Improver::new(problem, &self.order, goal, 1) else { return self };
+        search(&mut improver);
+        let (order, timing) = improver.into_best();
+        if goal.score(&timing) < goal.score(&self.timing) { Self { order, timing, ..self } } else { self }
+    }
+}
 
-/// How many orders either may try: for small problems that is enough.
-const TRIALS: [usize; 2] = [2_000, 10_000];
+/// Ops that list scheduling may place, those that the local search may, and those that fusing may.
+const BUDGET: [usize; 3] = [4_000_000, 10_000_000, 9_000_000];
+
+/// How many orders each may try: for small problems that is enough.
+const TRIALS: [usize; 3] = [2_000, 10_000, 9_000];
+
+/// How many candidates are fused as far as can be.
+const FUSED: usize = 3;
 
 fn budget(problem: &Problem, part: usize) -> usize {
     BUDGET[part].min(TRIALS[part].saturating_mul(problem.num_ops()))
 }
 
-fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Best> {
+fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Candidate> {
     let goal = Goal::of(request.objective);
-    let mut space = Workspace::new(problem);
-    let mut best: Option<Best> = None;
-    let mut offer = |order: Order, timing: Timing, found_by: &'static str| {
-        if best.as_ref().is_none_or(|best| timing.value(request.objective) < best.timing.value(request.objective)) {
-            best = Some(Best { order, timing, found_by });
-        }
-    };
-    for (order, found_by) in candidates::named(request, problem)? {
-        if let Some(timing) = space.replay(problem, &order) {
-            offer(order, timing, found_by);
+    let mut found = candidates(request, problem, lower_bound)?;
+    let fuses = (0..problem.num_stages()).any(|stage| problem.fusing_pays(stage));
+    if fuses {
+        for (far, kept) in [(false, usize::MAX), (true, FUSED)] {
+            found.sort_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
+            found.truncate(kept);
+            let share = budget(problem, 2) / found.len().max(1);
+            let after = |candidate: Candidate| candidate.improved(problem, goal, |search| search.fuse(share, far));
+            found = found.into_iter().map(after).collect();
         }
     }
+    let best = found.into_iter().min_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
+    // One micro-batch after another fits, with backwards in one piece where need be: `problem_of` has checked it.
+    let best = best.ok_or_else(|| cap_too_small(problem, 0, problem.cap[0]))?;
+    let before = goal.score(&best.timing);
+    if before <= lower_bound {
+        return Ok(best);
+    }
+    let best = best.improved(problem, goal, |search| {
+        search.run(budget(problem, 1), lower_bound);
+        if fuses {
+            search.fuse(budget(problem, 2) / 2, false);
+            search.fuse(budget(problem, 2) / 2, true);
+        }
+    });
+    let found_by = if goal.score(&best.timing) < before { "local-search" } else { best.found_by };
+    Ok(Candidate { found_by, ..best })
+}
+
+/// All named schedules that fit, and the best of list scheduling.
+fn candidates(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Vec<Candidate>> {
+    let (goal, mut space) = (Goal::of(request.objective), Workspace::new(problem));
+    let named = candidates::named(request, problem)?.into_iter();
+    let timed = |(order, found_by): (Order, &'static str)| {
+        let timing = space.replay(problem, &order)?;
+        Some(Candidate { order, timing, found_by })
+    };
+    let mut found: Vec<Candidate> = named.filter_map(timed).collect();
     let (patterns, rules) = (candidates::patterns(request, problem), Rule::all().collect::<Vec<Rule>>());
     let variants = promising(problem, &patterns, goal, lower_bound);
     for variant in &variants {
         let mut lists = PatternSearch::new(variant, budget(problem, 0) / variants.len(), goal);
         lists.run(&patterns, &rules, lower_bound);
-        if let Some(found) = lists.best {
-            offer(found.order, found.timing, "list-scheduling");
-        }
+        found.extend(lists.best.map(|Found { order, timing, .. }| Candidate {
+            order,
+            timing,
+            found_by: "list-scheduling",
+        }));
     }
-    // One micro-batch after another fits, with backwards in one piece where need be: `problem_of` has checked it.
-    let mut best = best.ok_or_else(|| cap_too_small(problem, 0, problem.cap[0]))?;
-    if best.timing.value(request.objective) > lower_bound {
-        improve(problem, goal, lower_bound, &mut best);
-    }
-    if (0..problem.num_stages()).any(|stage| problem.fusing_pays(stage)) {
-        fuse(problem, goal, &mut space, &mut best);
-    }
-    Ok(best)
+    Ok(found)
 }
 
-/// How many choices of stages to fuse the search goes into.
+/// How many choices of what to fuse the search goes into.
 const VARIANTS: usize = 2;
 
 /// The part of the budget that it takes to compare the choices.
 const COMPARED: usize = 24;
 
-/// The problem with the backwards of no more stages in one piece than the caps need; where fusing takes less time or
-/// memory, the best choices among that, all stages, and those from one end or the other of the chain: before the first
-/// stages nobody waits for an input gradient, and on the last ones least is held.
+/// The problem with no more backwards in one piece than the caps need; where fusing takes less time or memory, the best
+/// of some more choices.
 fn promising(problem: &Problem, patterns: &[Pattern], goal: Goal, lower_bound: f64) -> Vec<Problem> {
-    let num_stages = problem.num_stages();
-    let must = problem.must_fuse();
-    let gains = |stage: usize| {
-        let tight = problem.cap[problem.rank_of[stage]].is_finite() && problem.stash[stage] > problem.activation[stage];
-        tight || problem.fusing_pays(stage)
-    };
-    if !(0..num_stages).any(gains) {
-        return vec![problem.cautious(must)];
-    }
-    let mut choices: Vec<Vec<bool>> = Vec::new();
-    let half = num_stages.div_ceil(2);
-    for range in [0..0, 0..num_stages, 0..1, 0..half, half..num_stages] {
-        let choice: Vec<bool> =
-            (0..num_stages).map(|stage| must[stage] || (range.contains(&stage) && gains(stage))).collect();
-        if !choices.contains(&choice) {
-            choices.push(choice);
-        }
+    let variants: Vec<Problem> = fusing::choices(problem).into_iter().map(|choice| problem.cautious(choice)).collect();
+    if variants.len() == 1 {
+        return variants;
     }
     let rules: Vec<Rule> = Rule::few().collect();
     let score = |variant: &Problem| {
@@ -232,44 +250,7 @@ fn promising(problem: &Problem, patterns: &[Pattern], goal: Goal, lower_bound: f
         lists.run(patterns, &rules, lower_bound);
         lists.best.map_or(f64::INFINITY, |best| best.score)
     };
-    let variants = choices.into_iter().map(|choice| problem.cautious(choice));
-    let mut scored: Vec<(f64, Problem)> = variants.map(|variant| (score(&variant), variant)).collect();
+    let mut scored: Vec<(f64, Problem)> = variants.into_iter().map(|variant| (score(&variant), variant)).collect();
     scored.sort_by(|a, b| a.0.total_cmp(&b.0));
     scored.into_iter().map(|(_, variant)| variant).take(VARIANTS).collect()
-}
-
-fn improve(problem: &Problem, goal: Goal, lower_bound: f64, best: &mut Best) {
-    if let Some(mut improver) = Improver::new(problem, &best.order, goal, 1) {
-        improver.run(budget(problem, 1), lower_bound);
-        let (order, timing) = improver.into_best();
-        if goal.score(&timing) < goal.score(&best.timing) {
-            *best = Best { order, timing, found_by: "local-search" };
-        }
-    }
-}
-
-/// Fuses an input gradient with the weight gradient right behind it wherever the schedule does not become longer, from
-/// the end of each rank on: there the input gradient is waited for least.
-fn fuse(problem: &Problem, goal: Goal, space: &mut Workspace, best: &mut Best) {
-    let mut tries = BUDGET[0] / problem.num_ops().max(1);
-    for rank in 0..problem.num_ranks {
-        let mut position = best.order[rank].len().saturating_sub(1);
-        while position > 0 && tries > 0 {
-            position -= 1;
-            let [first, second] = [best.order[rank][position], best.order[rank][position + 1]];
-            let pair = (first.kind(), second.kind(), first.chunk() == second.chunk());
-            if pair != (OpKind::InputGrad, OpKind::WeightGrad, true) {
-                continue;
-            }
-            tries -= 1;
-            let mut order = best.order.clone();
-            order[rank][position] = Op::new(OpKind::Backward, first.chunk());
-            order[rank].remove(position + 1);
-            // No timing: an older weight gradient still waits, so that the pair is of two micro-batches.
-            let timing = space.replay(problem, &order).filter(|timing| goal.score(timing) <= goal.score(&best.timing));
-            if let Some(timing) = timing {
-                (best.order, best.timing) = (order, timing);
-            }
-        }
-    }
 }
