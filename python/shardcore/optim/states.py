@@ -15,7 +15,7 @@ from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
 def full_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """One state of a parameter, such as ``"exp_avg"``, whole: in the parameter's shape and the state's dtype; a value
     that is one for all elements (``"step"``) as it is. None where there is none: a frozen parameter, or one that has
-    not been updated yet. Collective over the shard axis.
+    not been updated yet (zeros with ``Offload(states="cpu")``). Collective over the shard axis.
 
     Raises:
         ConfigError: the parameter is not sharded, or the optimizer keeps no state of this name; on every rank.
