@@ -79,10 +79,11 @@ where
     E: Into<CoreError> + Send + 'static,
 {
     let (done, finished) = mpsc::channel();
-    thread::spawn(move || {
+    let started = thread::Builder::new().spawn(move || {
         // Nobody receives it after a signal.
         let _ = done.send(catch_unwind(AssertUnwindSafe(work)));
     });
+    started?; // Python's OSError
     let outcome: PyResult<_> = py.detach(move || {
         loop {
             match finished.recv_timeout(LOOKOUT) {

@@ -138,6 +138,23 @@ fn a_cheaper_fused_backward_is_used_and_a_dearer_one_is_not() {
     assert!(kinds.clone().any(|kind| kind == ActionKind::InputGrad));
 }
 
+/// Found where the search took a cheaper whole backward for each and was slower for it.
+#[test]
+fn a_cheaper_fused_backward_never_makes_a_schedule_longer() {
+    let mut dice = Dice::new(13);
+    for _ in 0..cases(30, 1_000) {
+        let (request, cap) = any_request(&mut dice);
+        let costs = CostSpec { fused_backward: None, ..request.costs.clone() };
+        let split = Costs::new(&costs, &request.placement, 1).unwrap();
+        let sums = split.input_grad.iter().zip(&split.weight_grad).map(|(input, weight)| input + weight);
+        let fused = sums.map(|sum| sum * (0.6 + 0.4 * dice.unit())).collect::<Vec<f64>>();
+        let plain = Request { costs: costs.clone(), ..request.clone() };
+        let cheaper = Request { costs: CostSpec { fused_backward: Some(fused.into()), ..costs }, ..request };
+        let (plain, cheaper) = (synthesize(&plain).unwrap(), verified(&cheaper, cap));
+        assert!(cheaper.value <= plain.value * (1.0 + 1e-9), "{} > {}", cheaper.value, plain.value);
+    }
+}
+
 /// All backwards split, or all fused, is far from the best: weight gradients fill the gaps, and where there are none,
 /// backwards are in one piece.
 #[test]

@@ -46,7 +46,9 @@ pub(crate) struct Improver<'a> {
     flips: bool,
     /// How the ops on the critical path could give way.
     moves: Vec<Move>,
-    /// Where each rank waits: the positions of the ops behind its gaps, if it may pay to put a weight gradient there.
+    /// The gradients on the critical path, whatever they wait for, if it may pay to split or fuse them.
+    gradients: Vec<Place>,
+    /// Where each rank waits: the positions of the ops behind its gaps, where a weight gradient costs nothing.
     gaps: Vec<Vec<usize>>,
     best: (f64, Order, Timing),
 }
@@ -61,8 +63,9 @@ impl<'a> Improver<'a> {
         let rng = Rng::new(seed);
         let may_fuse = |stage: usize| problem.fusing_pays(stage) || problem.stash[stage] > problem.activation[stage];
         let flips = (0..problem.num_stages()).any(may_fuse);
-        let (order, moves, gaps) = (order.to_vec(), Vec::new(), vec![Vec::new(); problem.num_ranks]);
-        let mut search = Self { problem, goal, space, rng, order, score, flips, moves, gaps, best };
+        let (order, gaps) = (order.to_vec(), vec![Vec::new(); problem.num_ranks]);
+        let (moves, gradients) = (Vec::new(), Vec::new());
+        let mut search = Self { problem, goal, space, rng, order, score, flips, moves, gradients, gaps, best };
         search.find_critical();
         Some(search)
     }
@@ -70,11 +73,10 @@ impl<'a> Improver<'a> {
     /// Moves ops until `budget` ops have been placed or the goal's score is at most `least`: in rounds, each from the
     /// best so far and at first ready to become worse.
     pub(crate) fn run(&mut self, budget: usize, least: f64) {
-        let num_ops: usize = self.order.iter().map(Vec::len).sum();
         let most_worse = MOST_WORSE * self.problem.interval() / 3.0;
-        for _ in 0..budget / num_ops.max(1) / ROUND {
+        for _ in 0..budget / self.num_ops() / ROUND {
             for step in 0..ROUND {
-                if self.goal.score(&self.best.2) <= least || self.moves.is_empty() {
+                if self.best_score() <= least || (self.moves.is_empty() && self.gradients.is_empty()) {
                     return;
                 }
                 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
@@ -90,7 +92,7 @@ impl<'a> Improver<'a> {
     /// about `budget` ops at most.
     pub(crate) fn fuse(&mut self, budget: usize, far: bool) {
         self.start_from_best();
-        let mut trials = budget / self.order.iter().map(Vec::len).sum::<usize>().max(1);
+        let mut trials = budget / self.num_ops();
         for rank in 0..self.problem.num_ranks {
             let num_grads = self.order[rank].iter().filter(|op| op.kind() == OpKind::InputGrad).count();
             self.fuse_range(rank, 0..num_grads, far, &mut trials);
@@ -120,6 +122,11 @@ impl<'a> Improver<'a> {
         }
     }
 
+    /// What it takes to time the order once.
+    fn num_ops(&self) -> usize {
+        self.order.iter().map(Vec::len).sum::<usize>().max(1)
+    }
+
     fn start_from_best(&mut self) {
         self.order.clone_from(&self.best.1);
         self.score = self.best.0;
@@ -140,11 +147,12 @@ impl<'a> Improver<'a> {
     /// Makes a random move and keeps it if the score becomes worse by at most a random part of `most_worse`.
     fn step(&mut self, most_worse: f64) {
         let tolerance = most_worse * self.rng.unit();
-        let Move { rank, position, earliest, latest } = self.moves[self.rng.below(self.moves.len())];
-        if self.flips && self.rng.unit() < FLIPS {
+        if !self.gradients.is_empty() && (self.moves.is_empty() || self.rng.unit() < FLIPS) {
+            let (rank, position) = self.gradients[self.rng.below(self.gradients.len())];
             self.flip(rank, position, tolerance);
             return;
         }
+        let Move { rank, position, earliest, latest } = self.moves[self.rng.below(self.moves.len())];
         let distance = 1 + self.rng.below(FARTHEST);
         let (from, to) = if self.rng.unit() < 0.5 {
             (position, position.saturating_sub(distance).max(earliest))
@@ -167,25 +175,57 @@ impl<'a> Improver<'a> {
         let op = ops[position];
         let [grad, weight] = [OpKind::InputGrad, OpKind::WeightGrad].map(|kind| Op::new(kind, op.chunk()));
         let pair = match op.kind() {
-            OpKind::Forward => None,
             OpKind::Backward => {
                 let weight = if self.rng.unit() < 0.5 { position + 1 } else { self.next_gap(rank, position) };
-                split(&mut self.order[rank], position, weight);
-                if !self.accept(tolerance) {
-                    fuse(&mut self.order[rank], position, weight);
-                }
+                self.split(rank, position, weight, tolerance);
                 return;
             }
-            OpKind::InputGrad => {
-                ops[position..].iter().position(|&op| op == weight).map(|far| (position, position + far))
-            }
             OpKind::WeightGrad => ops[..position].iter().rposition(|&op| op == grad).map(|at| (at, position)),
+            _ => ops[position..].iter().position(|&op| op == weight).map(|far| (position, position + far)),
         };
         let Some((grad, weight)) = pair else { return };
         fuse(&mut self.order[rank], grad, weight);
         if !self.accept(tolerance) {
             split(&mut self.order[rank], grad, weight);
         }
+    }
+
+    /// Splits a backward, with its weight gradient before the op at `weight`, and keeps that if the score allows it;
+    /// whether it does.
+    fn split(&mut self, rank: usize, position: usize, weight: usize, tolerance: f64) -> bool {
+        split(&mut self.order[rank], position, weight);
+        let keeps = self.accept(tolerance);
+        if !keeps {
+            fuse(&mut self.order[rank], position, weight);
+        }
+        keeps
+    }
+
+    /// Splits backwards on the critical path as long as the score becomes better. Places about `budget` ops at most.
+    pub(crate) fn split_critical(&mut self, budget: usize) {
+        self.start_from_best();
+        let mut trials = budget / self.num_ops();
+        while self.split_one(&mut trials) {}
+    }
+
+    fn split_one(&mut self, trials: &mut usize) -> bool {
+        let less = -1e-9 * self.problem.interval();
+        for (rank, position) in self.gradients.clone() {
+            if self.order[rank][position].kind() != OpKind::Backward {
+                continue;
+            }
+            let gap = self.next_gap(rank, position);
+            for weight in [position + 1, gap] {
+                if *trials == 0 {
+                    return false;
+                }
+                *trials -= 1;
+                if self.split(rank, position, weight, less) {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// The first gap of a rank behind a position, or its end.
@@ -225,6 +265,7 @@ impl<'a> Improver<'a> {
     /// Follows the chain of ops without slack back from the last end.
     fn find_critical(&mut self) {
         self.moves.clear();
+        self.gradients.clear();
         if self.flips {
             self.find_gaps();
         }
@@ -238,6 +279,9 @@ impl<'a> Improver<'a> {
         loop {
             let (rank, position) = place;
             let start = self.start(place);
+            if self.flips && self.order[rank][position].kind() != OpKind::Forward {
+                self.gradients.push(place);
+            }
             if position > 0 && start <= self.end((rank, position - 1)) {
                 self.moves.push(self.possible_move(place));
                 place = (rank, position - 1);

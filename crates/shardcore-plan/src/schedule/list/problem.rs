@@ -120,6 +120,16 @@ impl Problem {
         Self { num_microbatches, ..self.clone() }
     }
 
+    /// The same pipeline where a backward in one piece takes no less than a split one.
+    pub(crate) fn without_gain(&self) -> Self {
+        let mut problem = self.clone();
+        let [_, grad, weight, whole] = &mut problem.time;
+        for (whole, (grad, weight)) in whole.iter_mut().zip(grad.iter().zip(weight.iter())) {
+            *whole = whole.max(grad + weight);
+        }
+        problem
+    }
+
     /// The same pipeline for list scheduling, with some backwards in one piece. It looks at the memory of
     /// forwards only, so where a split backward's stash is larger than the activation, that is set aside from the start.
     pub(crate) fn cautious(&self, fused: Vec<Range<usize>>) -> Self {
@@ -195,6 +205,11 @@ impl Problem {
     /// Whether a stage's backward takes less in one piece.
     pub(crate) fn fusing_pays(&self, stage: usize) -> bool {
         self.time[3][stage] < self.time[1][stage] + self.time[2][stage]
+    }
+
+    /// Whether there is such a stage.
+    pub(crate) fn any_fusing_pays(&self) -> bool {
+        (0..self.num_stages()).any(|stage| self.fusing_pays(stage))
     }
 
     /// Time of a whole backward: the cheapest way for it.

@@ -165,30 +165,27 @@ impl Candidate {
 }
 
 /// Ops that list scheduling may place, those that the local search may, and those that fusing may.
-const BUDGET: [usize; 3] = [4_000_000, 10_000_000, 9_000_000];
+const BUDGET: [usize; 3] = [4_000_000, 10_000_000, 18_000_000];
 
 /// How many orders each may try: for small problems that is enough.
-const TRIALS: [usize; 3] = [2_000, 10_000, 9_000];
+const TRIALS: [usize; 3] = [2_000, 10_000, 18_000];
 
 /// How many candidates are fused as far as can be.
 const FUSED: usize = 3;
 
+/// Where fusing pays, half: the search without that has had as much.
 fn budget(problem: &Problem, part: usize) -> usize {
-    BUDGET[part].min(TRIALS[part].saturating_mul(problem.num_ops()))
+    let whole = BUDGET[part].min(TRIALS[part].saturating_mul(problem.num_ops()));
+    if problem.any_fusing_pays() { whole / 2 } else { whole }
 }
 
 fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Candidate> {
     let goal = Goal::of(request.objective);
     let mut found = candidates(request, problem, lower_bound)?;
-    let fuses = (0..problem.num_stages()).any(|stage| problem.fusing_pays(stage));
+    let fuses = problem.any_fusing_pays();
     if fuses {
-        for (far, kept) in [(false, usize::MAX), (true, FUSED)] {
-            found.sort_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
-            found.truncate(kept);
-            let share = budget(problem, 2) / found.len().max(1);
-            let after = |candidate: Candidate| candidate.improved(problem, goal, |search| search.fuse(share, far));
-            found = found.into_iter().map(after).collect();
-        }
+        found.extend(without_gain(request, problem)?);
+        found = fused(problem, goal, found);
     }
     let best = found.into_iter().min_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
     // One micro-batch after another fits, with backwards in one piece where need be: `problem_of` has checked it.
@@ -200,12 +197,34 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Cand
     let best = best.improved(problem, goal, |search| {
         search.run(budget(problem, 1), lower_bound);
         if fuses {
-            search.fuse(budget(problem, 2) / 2, false);
-            search.fuse(budget(problem, 2) / 2, true);
+            search.fuse(budget(problem, 2) / 4, false);
+            search.fuse(budget(problem, 2) / 4, true);
         }
+        search.split_critical(budget(problem, 2) / 4);
     });
     let found_by = if goal.score(&best.timing) < before { "local-search" } else { best.found_by };
     Ok(Candidate { found_by, ..best })
+}
+
+/// What is found where a backward in one piece takes no less than a split one: with the gain it is not longer.
+fn without_gain(request: &Request, problem: &Problem) -> Result<Option<Candidate>> {
+    let dear = problem.without_gain();
+    let lower_bound = bound::lower_bound(&dear, request.objective);
+    let found = search(request, &dear, lower_bound * (1.0 + 1e-12))?;
+    Ok(Workspace::new(problem).replay(problem, &found.order).map(|timing| Candidate { timing, ..found }))
+}
+
+/// Candidates with backwards fused where nobody waits: of all those whose gradients are next to each other, and of the
+/// best few of them more.
+fn fused(problem: &Problem, goal: Goal, mut found: Vec<Candidate>) -> Vec<Candidate> {
+    for (far, kept) in [(false, usize::MAX), (true, FUSED)] {
+        found.sort_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
+        found.truncate(kept);
+        let share = budget(problem, 2) / found.len().max(1);
+        let improved = |candidate: Candidate| candidate.improved(problem, goal, |search| search.fuse(share, far));
+        found = found.into_iter().map(improved).collect();
+    }
+    found
 }
 
 /// All named schedules that fit, and the best of list scheduling.
