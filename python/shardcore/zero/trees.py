@@ -56,7 +56,7 @@ class Swaps:
             for key, item in _entries(container).items():
                 if id(item) in self._originals:
                     _set(container, key, self._originals[id(item)][1])
-        # Hooks in autograd's graph, into which the garbage collector cannot look, lead here: what is kept stays for ever.
+        # Hooks in autograd's graph, which no garbage collector enters, lead here: what is kept now stays for ever.
         self._containers = None
         del self._originals
 
