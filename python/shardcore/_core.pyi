@@ -703,7 +703,7 @@ class PipelineSchedule:
         """
         Simulates the programs and says when everything runs, what is idle and what is held.
 
-        A cost or size is a number, per rank and micro-batch (a chunk takes ``1 / num_chunks`` of it), or a list with
+        A cost or size is a number, per rank and micro-batch (the stages of a rank share it evenly), or a list with
         one entry per stage. Times are ``forward``, ``input_grad`` and ``weight_grad``; a whole backward takes
         ``fused_backward``, or the sum of the two gradients. ``hop`` is the latency between two ranks. ``activation`` is
         held from the forward to the input gradient (or the whole backward), ``stash`` from there to the weight gradient
