@@ -6,7 +6,7 @@
 //! run/latest                       the tag of the newest one
 //! run/step100/rank-00000.safetensors ...   pieces of tensors, under their unsharded names
 //! run/step100/index.json           what there is, where it lies, and a checksum for every block of it
-//! run/step100/complete             size and checksum of the index: written last
+//! run/step100/complete             size and checksum of the index, and its own: written last
 //! ```
 //!
 //! | module | what it does |
