@@ -45,9 +45,10 @@ fn by_definition(values: &[f32], residual: &[u16], bits: Bits) -> (Vec<i8>, Vec<
         scales.push(scale.to_bits());
         for value in block {
             let exact = value * (largest_code / largest).min(f32::MAX);
-            let code = if is_finite { exact.round_ties_even() } else { 0.0 };
-            codes.push(code as i8);
-            rests.push(f32_to_bf16(if is_finite { value - code * scale } else { 0.0 }));
+            // A whole number has no negative zero.
+            let code = if is_finite { exact.round_ties_even() as i8 } else { 0 };
+            codes.push(code);
+            rests.push(f32_to_bf16(if is_finite { value - f32::from(code) * scale } else { 0.0 }));
         }
     }
     (codes, scales, if residual.is_empty() { Vec::new() } else { rests })
