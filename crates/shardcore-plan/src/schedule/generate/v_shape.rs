@@ -6,7 +6,9 @@
 //! it, so a pattern that suits them is looked for; equal costs start from patterns known to be good.
 
 use super::super::costs::{Amount, CostSpec, Costs};
-use super::super::list::{Found, Goal, Improver, Op, OpKind, Order, Pattern, PatternSearch, Problem, Ranked, Rule};
+use super::super::list::{
+    Budget, Found, Goal, Improver, Op, OpKind, Order, Pattern, PatternSearch, Problem, Ranked, Rule,
+};
 use super::super::placement::Placement;
 use super::super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -129,15 +131,11 @@ pub fn build(schedule: VSchedule, num_ranks: u32, num_microbatches: u32, costs: 
     Schedule::new(header, programs)
 }
 
-/// How many ops the search for a pattern may place, and how many the local search after it.
-const BUDGET: [usize; 2] = [1_500_000, 6_000_000];
+/// Of the search for a pattern.
+const PATTERNS: Budget = Budget { ops: 1_500_000, orders: 1_500 };
 
-/// How many orders either may try: for small problems that is enough.
-const ORDERS: [usize; 2] = [1_500, 6_000];
-
-fn budget(problem: &Problem, part: usize) -> usize {
-    BUDGET[part].min(ORDERS[part].saturating_mul(problem.num_ops()))
-}
+/// Of the local search after it.
+const LOCAL_SEARCH: Budget = Budget { ops: 6_000_000, orders: 6_000 };
 
 /// How many patterns and rules the search for a pattern should be able to try; on a smaller pipeline if need be.
 const TRIALS: usize = 100;
@@ -148,7 +146,7 @@ const TRIALS: usize = 100;
 fn find_order(schedule: VSchedule, problem: &Problem, costs: &Costs) -> Result<Order> {
     let few = problem.num_microbatches.min(4 * problem.num_ranks);
     let sample = problem.with_microbatches(few);
-    if sample.num_ops() * TRIALS > BUDGET[0] {
+    if sample.num_ops() * TRIALS > PATTERNS.ops {
         let short = shorter(schedule, problem, costs)?;
         let found = search_patterns(schedule, &short);
         return Ok(try_best(problem, &found).map_or_else(|| problem.one_by_one(), |found| found.order));
@@ -177,7 +175,7 @@ fn polish(problem: &Problem, best: Found, ranked: &[Ranked]) -> Order {
             break;
         }
     }
-    let half = budget(problem, 1) / 2;
+    let half = LOCAL_SEARCH.on(problem) / 2;
     let share = half / starts.len();
     let improve = |start: &Order| {
         let mut improver = Improver::new(problem, start, Goal::BOTH, 1)?;
@@ -204,7 +202,7 @@ struct Lesson {
 
 fn search_patterns(schedule: VSchedule, sample: &Problem) -> Lesson {
     let least = least_score(sample);
-    let mut search = PatternSearch::new(sample, budget(sample, 0), Goal::BOTH);
+    let mut search = PatternSearch::new(sample, PATTERNS.on(sample), Goal::BOTH);
     let fixed = if schedule == VSchedule::ZeroBubble {
         rank_rules(&mut search, &zero_bubble_order(sample), least)
     } else {
@@ -259,7 +257,7 @@ fn try_best(problem: &Problem, lesson: &Lesson) -> Option<Found> {
         whole.try_order(&zero_bubble_order(problem), rule);
     }
     let sample = problem.with_microbatches(problem.num_microbatches.min(2 * problem.num_ranks + 8));
-    let mut trial = PatternSearch::new(&sample, BUDGET[0], Goal::BOTH);
+    let mut trial = PatternSearch::new(&sample, PATTERNS.ops, Goal::BOTH);
     let mut ranked: Vec<(f64, &Ranked)> = Vec::new();
     for candidate in &lesson.ranked {
         ranked.push((trial.try_pattern(&candidate.pattern, candidate.rule), candidate));

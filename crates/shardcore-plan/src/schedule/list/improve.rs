@@ -90,7 +90,7 @@ impl<'a> Improver<'a> {
     /// Fuses the gradients of backwards wherever the goal's score does not become worse, the last ones of each rank
     /// first: there an input gradient is waited for least. `far`: not only those that are next to each other. Places
     /// about `budget` ops at most.
-    pub(crate) fn fuse(&mut self, budget: usize, far: bool) {
+    pub(crate) fn fuse_all(&mut self, budget: usize, far: bool) {
         self.start_from_best();
         let mut trials = budget / self.num_ops();
         for rank in 0..self.problem.num_ranks {
@@ -177,26 +177,26 @@ impl<'a> Improver<'a> {
         let pair = match op.kind() {
             OpKind::Backward => {
                 let weight = if self.rng.unit() < 0.5 { position + 1 } else { self.next_gap(rank, position) };
-                self.split(rank, position, weight, tolerance);
+                self.try_split(rank, position, weight, tolerance);
                 return;
             }
             OpKind::WeightGrad => ops[..position].iter().rposition(|&op| op == grad).map(|at| (at, position)),
             _ => ops[position..].iter().position(|&op| op == weight).map(|far| (position, position + far)),
         };
         let Some((grad, weight)) = pair else { return };
-        fuse(&mut self.order[rank], grad, weight);
+        fuse_gradients(&mut self.order[rank], grad, weight);
         if !self.accept(tolerance) {
-            split(&mut self.order[rank], grad, weight);
+            split_backward(&mut self.order[rank], grad, weight);
         }
     }
 
     /// Splits a backward, with its weight gradient before the op at `weight`, and keeps that if the score allows it;
     /// whether it does.
-    fn split(&mut self, rank: usize, position: usize, weight: usize, tolerance: f64) -> bool {
-        split(&mut self.order[rank], position, weight);
+    fn try_split(&mut self, rank: usize, position: usize, weight: usize, tolerance: f64) -> bool {
+        split_backward(&mut self.order[rank], position, weight);
         let keeps = self.accept(tolerance);
         if !keeps {
-            fuse(&mut self.order[rank], position, weight);
+            fuse_gradients(&mut self.order[rank], position, weight);
         }
         keeps
     }
@@ -220,7 +220,7 @@ impl<'a> Improver<'a> {
                     return false;
                 }
                 *trials -= 1;
-                if self.split(rank, position, weight, less) {
+                if self.try_split(rank, position, weight, less) {
                     return true;
                 }
             }
@@ -371,14 +371,14 @@ fn fused(ops: &[Op], grads: &Range<usize>, far: bool) -> Vec<Op> {
 }
 
 /// Splits a backward into its input gradient, in its place, and a weight gradient before the op at `weight`.
-fn split(ops: &mut Vec<Op>, position: usize, weight: usize) {
+fn split_backward(ops: &mut Vec<Op>, position: usize, weight: usize) {
     let chunk = ops[position].chunk();
     ops[position] = Op::new(OpKind::InputGrad, chunk);
     ops.insert(weight, Op::new(OpKind::WeightGrad, chunk));
 }
 
-/// Fuses an input gradient with a weight gradient behind it: undoes [`split`].
-fn fuse(ops: &mut Vec<Op>, position: usize, weight: usize) {
+/// Fuses an input gradient with a weight gradient behind it: undoes [`split_backward`].
+fn fuse_gradients(ops: &mut Vec<Op>, position: usize, weight: usize) {
     ops[position] = Op::new(OpKind::Backward, ops[position].chunk());
     ops.remove(weight);
 }

@@ -4,6 +4,7 @@
 //! its weight gradients: micro-batches are alike, and all named schedules do the same. An order is then a plain list of
 //! (kind, chunk) per rank, small and cheap to time. The V generators and the synthesiser share this machinery.
 
+mod budget;
 mod greedy;
 mod improve;
 mod pattern;
@@ -12,6 +13,7 @@ mod rng;
 mod search;
 mod timing;
 
+pub(crate) use budget::Budget;
 pub(crate) use greedy::Rule;
 pub(crate) use improve::Improver;
 pub(crate) use pattern::Pattern;

@@ -21,8 +21,7 @@ pub(crate) struct Ranked {
     pub(crate) rule: Rule,
 }
 
-/// Tries patterns and rules until a budget of placed ops is used up. The budget counts work, not time, so that every
-/// machine finds the same.
+/// Tries patterns and rules until a budget of placed ops is used up.
 pub(crate) struct PatternSearch<'a> {
     problem: &'a Problem,
     goal: Goal,

@@ -15,7 +15,9 @@ mod candidates;
 mod fusing;
 
 use super::costs::{CostSpec, Costs};
-use super::list::{Found, Goal, Improver, Objective, Order, Pattern, PatternSearch, Problem, Rule, Timing, Workspace};
+use super::list::{
+    Budget, Found, Goal, Improver, Objective, Order, Pattern, PatternSearch, Problem, Rule, Timing, Workspace,
+};
 use super::placement::Placement;
 use super::program::{Header, Schedule};
 use crate::error::{PlanError, Result};
@@ -164,19 +166,16 @@ impl Candidate {
     }
 }
 
-/// Ops that list scheduling may place, those that the local search may, and those that fusing may.
-const BUDGET: [usize; 3] = [4_000_000, 10_000_000, 18_000_000];
-
-/// How many orders each may try: for small problems that is enough.
-const TRIALS: [usize; 3] = [2_000, 10_000, 18_000];
-
 /// How many candidates are fused as far as can be.
 const FUSED: usize = 3;
 
-/// Where fusing pays, half: the search without that has had as much.
-fn budget(problem: &Problem, part: usize) -> usize {
-    let whole = BUDGET[part].min(TRIALS[part].saturating_mul(problem.num_ops()));
-    if problem.any_fusing_pays() { whole / 2 } else { whole }
+const LIST_SCHEDULING: Budget = Budget { ops: 4_000_000, orders: 2_000 };
+const LOCAL_SEARCH: Budget = Budget { ops: 10_000_000, orders: 10_000 };
+const FUSING: Budget = Budget { ops: 18_000_000, orders: 18_000 };
+
+/// The ops that a part of the search may place. Where fusing pays, half: the search without that has had as much.
+fn share(budget: &Budget, problem: &Problem) -> usize {
+    if problem.any_fusing_pays() { budget.on(problem) / 2 } else { budget.on(problem) }
 }
 
 fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Candidate> {
@@ -195,12 +194,12 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Cand
         return Ok(best);
     }
     let best = best.improved(problem, goal, |search| {
-        search.run(budget(problem, 1), lower_bound);
+        search.run(share(&LOCAL_SEARCH, problem), lower_bound);
         if fuses {
-            search.fuse(budget(problem, 2) / 4, false);
-            search.fuse(budget(problem, 2) / 4, true);
+            search.fuse_all(share(&FUSING, problem) / 4, false);
+            search.fuse_all(share(&FUSING, problem) / 4, true);
         }
-        search.split_critical(budget(problem, 2) / 4);
+        search.split_critical(share(&FUSING, problem) / 4);
     });
     let found_by = if goal.score(&best.timing) < before { "local-search" } else { best.found_by };
     Ok(Candidate { found_by, ..best })
@@ -220,8 +219,8 @@ fn fused(problem: &Problem, goal: Goal, mut found: Vec<Candidate>) -> Vec<Candid
     for (far, kept) in [(false, usize::MAX), (true, FUSED)] {
         found.sort_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
         found.truncate(kept);
-        let share = budget(problem, 2) / found.len().max(1);
-        let improved = |candidate: Candidate| candidate.improved(problem, goal, |search| search.fuse(share, far));
+        let each = share(&FUSING, problem) / found.len().max(1);
+        let improved = |candidate: Candidate| candidate.improved(problem, goal, |search| search.fuse_all(each, far));
         found = found.into_iter().map(improved).collect();
     }
     found
@@ -239,7 +238,7 @@ fn candidates(request: &Request, problem: &Problem, lower_bound: f64) -> Result<
     let (patterns, rules) = (candidates::patterns(request, problem), Rule::all().collect::<Vec<Rule>>());
     let variants = promising(problem, &patterns, goal, lower_bound);
     for variant in &variants {
-        let mut lists = PatternSearch::new(variant, budget(problem, 0) / variants.len(), goal);
+        let mut lists = PatternSearch::new(variant, share(&LIST_SCHEDULING, problem) / variants.len(), goal);
         lists.run(&patterns, &rules, lower_bound);
         found.extend(lists.best.map(|Found { order, timing, .. }| Candidate {
             order,
@@ -265,7 +264,7 @@ fn promising(problem: &Problem, patterns: &[Pattern], goal: Goal, lower_bound: f
     }
     let rules: Vec<Rule> = Rule::few().collect();
     let score = |variant: &Problem| {
-        let mut lists = PatternSearch::new(variant, budget(problem, 0) / COMPARED, goal);
+        let mut lists = PatternSearch::new(variant, share(&LIST_SCHEDULING, problem) / COMPARED, goal);
         lists.run(patterns, &rules, lower_bound);
         lists.best.map_or(f64::INFINITY, |best| best.score)
     };
