@@ -130,6 +130,7 @@ def test_links_can_be_described() -> None:
     assert schedule.simulate(1, 1, 1, hop=0.5).makespan == free + 1
     assert schedule.simulate(1, 1, 1, latency={(0, 1): 0.5}).makespan == free + 0.5
     assert schedule.simulate(1, 1, 1, message=[8, 8], bandwidth=16).makespan == free + 1
+    assert schedule.simulate(1, 1, 1, message=8, bandwidth=16).makespan == free + 1
     assert schedule.simulate(1, 1, 1, hop=0.5, overlap=False).makespan > free + 1
 
 
@@ -313,6 +314,12 @@ def one_rank(*actions: str, **options: Any) -> plan.PipelineSchedule:
             "beyond what a double can hold",
         ),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=float("nan")), "memory_cap = NaN"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=-1), "memory_cap = -1: expected a number of at"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2, 2), "has 1 chunk per rank, not 2"),
+        (
+            lambda: plan.PipelineSchedule.from_torch_csv("0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n").check(),
+            "no program has messages at all: leave out what is not F, B, I or W",
+        ),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(zero_stage=4), "zero_stage is 4"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(tied=[[0]]), "tied stages [0]"),
         (lambda: plan.pipeline_schedule("1f1b", 2, 2).lower(reduce="per-microbatch"), "ZeRO stages 2 and 3 only"),

@@ -90,19 +90,35 @@ def test_every_kind_has_places_in_ordinary_schedules(kind: str) -> None:
     assert made >= 4, f"{made} mutants of kind {kind} can be made: the tests above would be empty"
 
 
+def test_strategies_that_can_draw_nothing_are_refused() -> None:
+    for bound in ("max_ranks", "max_microbatches", "max_chunks"):
+        with pytest.raises(ValueError, match=f"{bound} is 0: expected at least 1"):
+            testing.schedules(**{bound: 0})  # type: ignore[arg-type]
+    schedule = plan.pipeline_schedule("1f1b", 2, 2)
+    with pytest.raises(ValueError, match="no mutant of kind duplicate-send"):
+        testing.schedule_mutants(schedule, ["duplicate-send"])
+    testing.schedule_mutants(schedule.lower(), ["duplicate-send"])
+
+
 @given(data=st.data())
 @settings(deadline=None, max_examples=10)
 def test_mutants_of_any_fitting_kind_can_be_drawn(data: st.DataObject) -> None:
     schedule = data.draw(testing.schedules(["1f1b", "zb-h1"], lowered=None))
     if not schedule.is_lowered and data.draw(st.booleans()):
-        schedule = schedule.lower(zero_stage=3, optimizer="barrier")
+        schedule = schedule.lower(**data.draw(testing.schedule_lowerings(schedule)))
     with pytest.raises(PlanError):
         data.draw(testing.schedule_mutants(schedule)).check()
 
 
 @settings(deadline=None, max_examples=60)
+@given(schedule=testing.schedules(), data=st.data())
+def test_what_is_lowered_in_any_way_passes(schedule: plan.PipelineSchedule, data: st.DataObject) -> None:
+    schedule.lower(**data.draw(testing.schedule_lowerings(schedule))).check()
+
+
+@settings(deadline=None, max_examples=60)
 @given(schedule=testing.schedules(), source=sources())
-def test_what_is_lowered_in_any_way_passes(schedule: plan.PipelineSchedule, source: random.Random) -> None:
+def test_what_programs_say_themselves_suffices(schedule: plan.PipelineSchedule, source: random.Random) -> None:
     lowered = schedule.lower(**lowering(schedule, source))
     lowered.check()
     said = plan.PipelineSchedule(
@@ -113,7 +129,7 @@ def test_what_is_lowered_in_any_way_passes(schedule: plan.PipelineSchedule, sour
         num_chains=lowered.num_chains,
         gating=lowered.gating,
     )
-    said.check()  # what its actions say suffices
+    said.check()
     for rank in range(lowered.num_ranks):
         assert said.program(rank) == lowered.program(rank)
 

@@ -74,7 +74,8 @@ fn in_objects(first: &Map<String, Value>, second: &Map<String, Value>) -> Option
 fn in_lists(key: &str, first: &[Value], second: &[Value]) -> Option<Difference> {
     let mut pairs = (0..first.len().max(second.len())).map(|index| (index, first.get(index), second.get(index)));
     pairs.find_map(|(index, first, second)| {
-        let found = difference(key, first, second)?;
+        // Lists within a list have no name of their own.
+        let found = difference("position", first, second)?;
         Some(found.inside(element(key, index, first, second)))
     })
 }
@@ -145,6 +146,10 @@ mod tests {
     fn leaves_and_kinds_are_compared() {
         assert_eq!(found("1", "2"), "1 in the first, 2 in the second");
         assert_eq!(found(r#"{"order": [3, 4]}"#, r#"{"order": [3, 5]}"#), "order 1: 4 in the first, 5 in the second");
+        assert_eq!(
+            found(r#"{"programs": [["0F0", "0B0"]]}"#, r#"{"programs": [["0F0", "0F1"]]}"#),
+            r#"program 0, position 1: "0B0" in the first, "0F1" in the second"#
+        );
         assert_eq!(found(r#"{"a": [1]}"#, r#"{"a": {}}"#), "a: a list of 1 in the first, an object in the second");
     }
 

@@ -141,7 +141,8 @@ pub enum PlanError {
     BadScheduleName { name: String },
 
     #[error(
-        "schedule {name} has {expected} chunks per rank, not {got}: leave num_chunks out, or choose a schedule with any number of chunks"
+        "schedule {name} has {expected} chunk{} per rank, not {got}: leave num_chunks out, or choose interleaved, looped-bfs or interleaved-zb, which have any number",
+        if *expected == 1 { "" } else { "s" }
     )]
     ScheduleChunks { name: &'static str, expected: u32, got: u32 },
 

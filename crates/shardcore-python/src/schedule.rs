@@ -214,7 +214,7 @@ impl PyPipelineSchedule {
     /// (``None``: the same).
     ///
     /// Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
-    /// each stage's output in ``message`` with the one ``bandwidth`` of all edges (neither goes without the other),
+    /// each stage's output in ``message`` (or of all of them) with the one ``bandwidth`` of all edges (neither goes without the other),
     /// ``overlap=False`` where a rank waits for each message that it sends or receives. ``composite`` scales the time
     /// of a composite against the sum of its parts.
     ///
@@ -233,13 +233,13 @@ impl PyPipelineSchedule {
         stash: Option<PyAmount>,
         fused_backward: Option<PyAmount>,
         latency: Option<Latencies>,
-        message: Option<Vec<Number>>,
+        message: Option<PyAmount>,
         bandwidth: Option<Number>,
         overlap: bool,
         composite: Number,
     ) -> PyResult<PySimulation> {
         let spec = cost_spec(forward, input_grad, weight_grad, fused_backward, hop, activation, stash);
-        let network = network(latency, message, bandwidth, overlap, composite)?;
+        let network = network(self.0.num_stages() as usize, latency, message, bandwidth, overlap, composite)?;
         let schedule = Arc::clone(&self.0);
         gil::run_or_leave(py, move || PySimulation::of(&schedule, &spec, &network))
     }
@@ -252,7 +252,7 @@ impl PyPipelineSchedule {
     /// ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
     /// queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
     /// computations is posted together; a schedule cannot declare that, only be checked for it). Instead, ``capacity``
-    /// bounds the messages under way on a directed edge. A schedule that is not lowered is lowered for that. ``None``
+    /// bounds the messages of a directed edge that have not met their receive (0: the sender waits for each). A schedule that is not lowered is lowered for that. ``None``
     /// is what the schedule declares.
     ///
     /// With ``memory_cap`` no rank may hold more than that (a list: each rank), where ``activation`` and ``stash`` are
@@ -331,6 +331,8 @@ impl PyPipelineSchedule {
     }
 
     /// Reads the CSV of ``torch.distributed.pipelining``, with or without communication.
+    ///
+    /// Torch runs the parts of an overlapped pair one after the other, so the schedule has ``gating`` ``"own"``.
     ///
     /// Raises ``PlanError`` naming the line and column of the first fault.
     #[classmethod]

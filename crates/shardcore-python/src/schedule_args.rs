@@ -12,7 +12,7 @@ use shardcore_plan::schedule::simulate::Network;
 use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
 
 use crate::error::CoreError;
-use crate::numbers::{Number, Whole, fit_all, plain, too_large, wrong};
+use crate::numbers::{Number, Whole, fit_all, too_large, wrong};
 
 /// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
 pub(crate) fn count(value: Whole, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
@@ -167,13 +167,19 @@ fn set(spec: &mut CostSpec, key: &str, value: &Bound<'_, PyAny>) -> PyResult<()>
 
 /// The links between ranks, from keyword arguments.
 pub(crate) fn network(
+    num_stages: usize,
     latency: Option<Latencies>,
-    message: Option<Vec<Number>>,
+    message: Option<PyAmount>,
     bandwidth: Option<Number>,
     overlap: bool,
     composite: Number,
 ) -> Result<Network, CoreError> {
-    check_pair(message.as_deref(), bandwidth)?;
+    let message = match message.map(|sizes| sizes.0) {
+        Some(Amount::PerRank(size)) => vec![size; num_stages],
+        Some(Amount::PerStage(sizes)) => sizes,
+        None => Vec::new(),
+    };
+    check_pair(&message, bandwidth)?;
     let edge = |((from, to), time): ((Whole, Whole), Number)| -> Result<((u32, u32), f64), CoreError> {
         let rank = |rank: Whole| {
             rank.fit_or(|_| PlanError::BadCost {
@@ -185,7 +191,7 @@ pub(crate) fn network(
     };
     Ok(Network {
         latency: latency.unwrap_or_default().into_iter().map(edge).collect::<Result<_, CoreError>>()?,
-        message: plain(message.unwrap_or_default()),
+        message,
         bandwidth: bandwidth.map_or(f64::INFINITY, |bandwidth| bandwidth.0),
         overlap,
         composite: composite.0,
@@ -193,8 +199,8 @@ pub(crate) fn network(
 }
 
 /// Refuses sizes without a bandwidth, and a bandwidth without sizes: one without the other would count for nothing.
-fn check_pair(message: Option<&[Number]>, bandwidth: Option<Number>) -> Result<(), PlanError> {
-    let sizes = message.is_some_and(|sizes| !sizes.is_empty());
+fn check_pair(message: &[f64], bandwidth: Option<Number>) -> Result<(), PlanError> {
+    let sizes = !message.is_empty();
     let (what, expected) = match bandwidth {
         None if sizes => {
             ("message without bandwidth", "also bandwidth, the size that an edge carries in a unit of time")
@@ -271,9 +277,10 @@ impl<'py> FromPyObject<'_, 'py> for PyLowering {
         for item in items.try_iter()? {
             let (key, value): (String, Bound<'py, PyAny>) = item?.extract()?;
             if !defaults.contains(&key)? {
+                let known: Vec<String> = defaults.keys().extract()?;
                 return Err(PyTypeError::new_err(format!(
                     "unknown option {key:?} of a lowering: expected {}",
-                    defaults.keys()
+                    known.join(", ")
                 )));
             }
             defaults.set_item(key, value)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use shardcore_plan::PlanError;
-use shardcore_plan::schedule::render;
+use shardcore_plan::schedule::render::{self, number};
 use shardcore_plan::schedule::simulate::{Network, Simulation, simulate_on};
 use shardcore_plan::schedule::{Amount, CostSpec, Costs, Schedule};
 
@@ -160,7 +160,8 @@ impl PySimulation {
         let [span, makespan] = [run.bubble_span, run.bubble_makespan].map(|bubble| 100.0 * bubble);
         format!(
             "<Simulation of {name}: makespan {} ({makespan:.1}% idle), span {} ({span:.1}% idle)>",
-            run.makespan, run.span
+            number(run.makespan),
+            number(run.span)
         )
     }
 }

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
 use shardcore_plan::PlanError;
+use shardcore_plan::schedule::render::number;
 use shardcore_plan::schedule::synthesize::{Request, Synthesis, synthesize as make};
 use shardcore_plan::schedule::{Objective, Placement, Schedule};
 
@@ -93,9 +94,9 @@ impl PySynthesis {
         format!(
             "<Synthesis by {}: {}, at most {:.1}% above the bound {}>",
             self.found_by,
-            self.value,
+            number(self.value),
             100.0 * self.gap,
-            self.lower_bound
+            number(self.lower_bound)
         )
     }
 }

@@ -52,7 +52,8 @@ EXHIBITS = (
         name="interleaved",
         text=(
             "Each rank holds several stages, so the pipeline fills and drains in smaller steps: the bubble is "
-            "divided by the number of chunks, at that many times the messages."
+            "divided by the number of chunks, at that many times the messages. That is where the micro-batches are a "
+            "multiple of the ranks: one more takes most of the gain away."
         ),
     ),
     Exhibit(
@@ -104,8 +105,9 @@ EXHIBITS = (
     Exhibit(
         name="seq-1f1b",
         text=(
-            "1F1B over slices of the sequence: the bubble and the activations of a long sequence are divided by "
-            "the number of slices. For causal attention."
+            "1F1B over slices of the sequence: the bubble of a long sequence is divided by the number of slices, and "
+            "its activations nearly so. For causal attention. It counts slices where others count micro-batches. A "
+            "plan only: the pipeline engine does not run it yet."
         ),
     ),
 )
@@ -181,6 +183,21 @@ assert plan.PipelineSchedule([first, last], [0, 1], num_microbatches=1).lowering
 
 Without `lowering`, as in a file of torch's, the options are those that the actions themselves suggest.
 
+An action is written as its stage, its kind and its micro-batch: `2F0`, `3SEND_B1`, a receive with the stage that
+receives. Its kind is `F`, `B` (a whole backward), `I` and `W` (its input and weight gradient), `SEND_F`, `RECV_F`,
+`SEND_B` or `RECV_B`; and without a micro-batch `UNSHARD`, `RESHARD`, `REDUCE`, `TIED_REDUCE` or `OPTIM`. `@1` behind a
+receive, and behind what reads it, is the slot that it fills, if not the first; `&` joins two computations into one
+(`0F3&1B2`). `schedule.to_text()` writes a whole schedule like that, and `from_text` reads exactly what it wrote: one
+space, one `\n` at each end of a line and none left over.
+
+`check(comm=...)` and `simulate` take links as they are. The ways to deliver messages, from the most forgiving: with
+`"buffered"` a send never waits; with `"directed"`, `"pair-fifo"` and `"one-fifo"` messages queue for each direction of
+two ranks, for both, or for all that a rank sends and receives; with `"blocking"` each waits for its partner; and
+`capacity=n` lets a rank go on while at most `n` messages of a direction have not met their receive. In `simulate`,
+`hop` is the latency of every message, `latency` that of single edges in its place; `message`, the size of a stage's
+output, over `bandwidth` comes on top; `overlap=False` makes ranks wait for their messages, and `composite` scales what
+joined computations take.
+
 ## A schedule for your own costs
 
 `plan.synthesize` makes a schedule for times and sizes that you have measured or guessed: each a number for all ranks or
@@ -211,7 +228,8 @@ costs (the result then has whole backwards where they pay), and `placement` the 
 ## Layers into stages
 
 `plan.partition_layers(weights, num_parts)` makes the heaviest stage as light as it can be; no stage is ever empty,
-and ties go to the cut that sends the fewest bytes. `partition_uniform`, `partition_by_class` (a regular expression on
+and ties go to the cut that sends the fewest bytes, then to the most even weights; layers without weight count for
+nothing. `partition_uniform`, `partition_by_class` (a regular expression on
 class names) and `check_boundaries` (your own) give the same kind of boundaries.
 
 ```python
@@ -225,7 +243,9 @@ assert plan.partition_by_class(["Embedding", "Block", "Block", "Head"], "block",
 
 `schedule.to_torch_csv()` writes what `_load_csv` of torch's `torch.distributed.pipelining` reads (`waits=False` for
 torch before 2.15), and `plan.PipelineSchedule.from_torch_csv(text)` reads what its `_dump_csv` writes, with or without
-communication.
+communication. Torch runs the parts of an overlapped pair one after the other, each when its own input is there; so
+what was read has `gating` `"own"`, and may take less than a schedule of ours with the same programs, whose pairs wait
+for both inputs.
 `plan.from_megatron_layout("Et*3|(tt|)*29,m|L")` and `plan.to_megatron_layout(layers, boundaries)` speak the layout
 string of Megatron's `--pipeline-model-parallel-layout`. Both name the place of every fault; nothing is skipped. Every
 stage must have a layer: a string with an empty one, such as `E|(t|)*3,m|m||L`, is refused.
@@ -234,8 +254,9 @@ stage must have a layer: a string with an empty one, such as `E|(t|)*3,m|m||L`, 
 
 `shardcore.testing` has hypothesis strategies and assertions for programs of your own (it needs hypothesis: `pip
 install 'shardcore-torch[testing]'`). `assert_schedule` holds a schedule to all that holds for every schedule and
-shows the failing cell in its grid; `schedules` draws schedules to run your own engine or checker on, `schedule_costs`
-costs with zeros and huge ratios, and `schedule_mutants` schedules with one fault, which a checker must refuse.
+shows the failing cell in its grid; `schedules` draws schedules to run your own engine or checker on,
+`schedule_lowerings` what `lower` takes for one, `schedule_costs` costs with zeros and huge ratios, and
+`schedule_mutants` schedules with one fault, which a checker must refuse.
 
 ```python
 from hypothesis import given, strategies as st
@@ -262,9 +283,10 @@ def test_my_schedule(shape, data):
 
 @given(data=st.data())
 def test_my_checker(data):
-    schedule = data.draw(testing.schedules(["1f1b", "any-order"], lowered=True))
-    schedule.check()
-    mutant = data.draw(testing.schedule_mutants(schedule, ["dropped", "duplicate-send"]))
+    schedule = data.draw(testing.schedules())
+    lowered = schedule.lower(**data.draw(testing.schedule_lowerings(schedule)))
+    lowered.check()
+    mutant = data.draw(testing.schedule_mutants(lowered))
     try:
         mutant.check()  # put your own checker here
     except ValueError:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardcore.testing.pipeline import assert_schedule as assert_schedule
     from shardcore.testing.pipeline import pipeline_shapes as pipeline_shapes
     from shardcore.testing.pipeline import schedule_costs as schedule_costs
+    from shardcore.testing.pipeline import schedule_lowerings as schedule_lowerings
     from shardcore.testing.pipeline import schedules as schedules
     from shardcore.testing.pool import SpmdSkip as SpmdSkip
     from shardcore.testing.pool import shutdown as shutdown
@@ -46,6 +47,7 @@ _HOME = {
     "reference_step": "reference",
     "run_spmd": "decorator",
     "schedule_costs": "pipeline",
+    "schedule_lowerings": "pipeline",
     "schedule_mutants": "mutants",
     "schedules": "pipeline",
     "shutdown": "pool",
@@ -69,6 +71,7 @@ __all__ = [
     "reference_step",
     "run_spmd",
     "schedule_costs",
+    "schedule_lowerings",
     "schedule_mutants",
     "schedules",
     "shutdown",

@@ -55,11 +55,19 @@ def schedule_mutants(schedule: plan.PipelineSchedule, kinds: Sequence[str] | Non
     Kinds that concern messages apply to lowered schedules, and those that concern gathers, reductions, sums over shared
     weights and optimizer steps to schedules that were lowered for them. A draw for which the schedule has no place is
     rejected.
+
+    Raises ``ValueError`` for an unknown kind, and if none of ``kinds`` concerns what the schedule has.
     """
     for kind in kinds or ():
         if kind not in MUTANT_KINDS:
             raise ValueError(f"unknown mutant kind {kind!r}: expected one of {', '.join(MUTANT_KINDS)}")
-    wanted = list(kinds or _fitting(schedule))
+    fitting = _fitting(schedule)
+    wanted = [kind for kind in kinds or fitting if kind in fitting]
+    if not wanted:
+        raise ValueError(
+            f"no mutant of kind {', '.join(kinds or ())} can be made of {schedule!r}: lower it for what the kind "
+            f"concerns, or choose from {', '.join(fitting)}"
+        )
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Mutant:

@@ -1,15 +1,16 @@
 """Hypothesis strategies and assertions for pipeline schedules: shardcore's, and your own.
 
-``schedules`` draws schedules that can be executed, ``schedule_costs`` what their stages may cost, and
-``schedule_mutants`` what every checker must refuse. ``assert_schedule`` holds one schedule to all that holds for every
-schedule. An example is in ``docs/pipeline-schedules.md``.
+``schedules`` draws schedules that can be executed, ``schedule_lowerings`` what they may be lowered for,
+``schedule_costs`` what their stages may cost, and ``schedule_mutants`` what every checker must refuse.
+``assert_schedule`` holds one schedule to all that holds for every schedule. An example is in
+``docs/pipeline-schedules.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import reject
@@ -62,12 +63,15 @@ def schedules(
 
     ``names`` are those of ``plan.pipeline_schedule`` and ``"any-order"``; by default all. One that no size within the
     bounds has is left out: ``dualpipe`` takes an even number of ranks. ``lowered`` asks for programs with
-    communication, without, or (``None``) for either.
+    messages, without, or (``None``) for either; what sharding and the optimizer add as well is ``lower`` with what
+    ``schedule_lowerings`` draws.
 
-    Raises ``ValueError`` for an unknown name, and if the bounds leave no name.
+    Raises ``ValueError`` for an unknown name or a bound below 1, and if the bounds leave no name.
     """
     largest = PipelineShape(num_ranks=max_ranks, num_microbatches=max_microbatches, num_chunks=max_chunks)
-    wanted = [name for name in _known(names) if name == ANY_ORDER or _named(name, largest, largest) is not None]
+    _check_bounds(largest)
+    short = replace(largest, num_microbatches=1)  # it does not depend on them whether there is one, and to make it does
+    wanted = [name for name in _known(names) if name == ANY_ORDER or _named(name, short, largest) is not None]
     if not wanted:
         listed = ", ".join(_known(names)) or "(no names)"
         raise ValueError(
@@ -85,6 +89,13 @@ def schedules(
         return schedule.lower() if lowered or (lowered is None and draw(st.booleans())) else schedule
 
     return drawn()
+
+
+def _check_bounds(largest: PipelineShape) -> None:
+    for what in ("ranks", "microbatches", "chunks"):
+        most = getattr(largest, f"num_{what}")
+        if most < 1:
+            raise ValueError(f"max_{what} is {most}: expected at least 1")
 
 
 def _known(names: Sequence[str] | None) -> list[str]:
@@ -112,6 +123,33 @@ def _any_order(draw: st.DrawFn, shape: PipelineShape) -> plan.PipelineSchedule:
     placement = draw(st.permutations([rank for rank in range(shape.num_ranks) for _ in range(shape.num_chunks)]))
     programs = random_order(placement, shape.num_microbatches, draw(sources()))
     return plan.PipelineSchedule(programs, placement, shape.num_microbatches, name=ANY_ORDER)
+
+
+def schedule_lowerings(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dict[str, Any]]:
+    """Keyword arguments for ``schedule.lower``: every ZeRO stage, optimizer step and bound, and stages that share
+    weights, in a group or two with no stage in common.
+    """
+    stages = st.permutations(range(schedule.num_stages))
+    sizes = st.lists(st.integers(2, 3), max_size=2)
+
+    def options(zero_stage: int | None) -> st.SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries(
+            {
+                "zero_stage": st.just(zero_stage),
+                "reduce": st.sampled_from(["once", "per-microbatch"] if zero_stage in (2, 3) else ["once"]),
+                "optimizer": st.sampled_from(["absent", "barrier", "post-validation"]),
+                "tied": st.builds(_cut, stages, sizes),
+                "max_unsharded": st.integers(1, 3),
+            }
+        )
+
+    return st.sampled_from([None, 0, 1, 2, 3]).flatmap(options)
+
+
+def _cut(stages: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Groups of these sizes, as far as the stages go."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [sorted(stages[end - size : end]) for size, end in zip(sizes, ends, strict=True) if end <= len(stages)]
 
 
 def schedule_costs(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dict[str, Any]]:

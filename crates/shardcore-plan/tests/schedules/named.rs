@@ -264,7 +264,7 @@ fn counts_out_of_range_are_refused() {
     assert_eq!(refused(0, 1, None), "num_ranks is 0: expected at least 1");
     assert_eq!(refused(1, 0, None), "num_microbatches is 0: expected at least 1");
     assert_eq!(refused(1, 1, Some(0)), "num_chunks is 0: expected at least 1");
-    assert!(refused(1, 1, Some(2)).starts_with("schedule 1f1b has 1 chunks per rank, not 2"));
+    assert!(refused(1, 1, Some(2)).starts_with("schedule 1f1b has 1 chunk per rank, not 2"));
     assert!(refused(u32::MAX, u32::MAX, None).starts_with("number of stages is 4294967295"));
     assert!(refused(1, u32::MAX, None).starts_with("num_microbatches * num_slices is"));
     assert!(refused(1 << 20, 1 << 20, None).starts_with("num_microbatches * number of stages is"));

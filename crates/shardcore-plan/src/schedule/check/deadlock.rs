@@ -22,8 +22,8 @@ pub(super) fn mismatch(run: &Run, one: Node, other: Node) -> PlanError {
     let [one, other] = [one, other].map(|(rank, position)| Place::at(run.schedule, rank, position));
     let (receive, send) = if one.action.kind.is_recv() { (one, other) } else { (other, one) };
     let message = format!(
-        "{receive} meets {send}: a channel delivers first in first out, so the receives of an edge must stand in the order of its sends ({} communication)",
-        run.delivery.name()
+        "{receive} meets {send}: a channel delivers first in first out, so the receives of an edge must stand in the order of its sends ({})",
+        run.delivery
     );
     Fault::new(run.schedule, FaultKind::Mismatch, message, vec![receive, send]).into()
 }
@@ -40,12 +40,13 @@ pub(super) fn explain(run: &Run) -> PlanError {
             format!("{} waits for {}", place(hop.node), place(hop.needs))
         }
     });
-    let told = told.collect::<Vec<_>>().join(", behind ");
-    let rest = if circle.len() > TOLD { ", and so on round the circle" } else { ", which closes the circle" };
-    let how =
-        if run.schedule.is_lowered() { format!(" ({} communication)", run.delivery.name()) } else { String::new() };
-    let message =
-        format!("deadlock of {} actions{how}: {told}{rest}; change the order on one of these ranks", circle.len());
+    let told = told.collect::<Vec<_>>().join("; behind that ");
+    let rest = if circle.len() > TOLD { "; and so on round the circle" } else { "; that closes the circle" };
+    let how = if run.schedule.is_lowered() { format!(" ({})", run.delivery) } else { String::new() };
+    let message = format!(
+        "deadlock of {} waiting actions{how}: {told}{rest}; change the order on one of these ranks",
+        circle.len()
+    );
     let mut witness: Vec<Place> = Vec::new();
     for node in circle.iter().flat_map(|hop| [hop.node, hop.needs]) {
         let place = place(node);

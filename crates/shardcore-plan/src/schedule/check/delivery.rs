@@ -4,6 +4,7 @@
 //! same state (Kahn, "The semantics of a simple language for parallel programming", 1974): one run decides.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use crate::error::{PlanError, Result};
 use crate::schedule::action::{Action, ActionKind};
@@ -52,7 +53,7 @@ impl Delivery {
         })
     }
 
-    /// The name in messages.
+    /// The name, without the number of messages of a capacity.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -64,6 +65,17 @@ impl Delivery {
             Self::OneFifo => CommModel::OneFifo.name(),
             Self::Blocking => CommModel::Blocking.name(),
         }
+    }
+}
+
+/// What messages say: `capacity 2 communication`.
+impl fmt::Display for Delivery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        if let Self::Capacity(messages) = self {
+            write!(f, " {messages}")?;
+        }
+        f.write_str(" communication")
     }
 }
 

@@ -83,7 +83,7 @@ pub fn strictest_communication(schedule: &Schedule) -> Option<CommModel> {
 ///
 /// # Errors
 /// [`PlanError::InvalidSchedule`] with the first action that exceeds the cap and all that is held there;
-/// [`PlanError::BadCost`] if the costs do not fit the schedule or the cap is no number.
+/// [`PlanError::BadCost`] if the costs do not fit the schedule or the cap is no number of at least 0.
 pub fn memory(schedule: &Schedule, cap: f64, costs: &Costs) -> Result<()> {
     memory_of_ranks(schedule, &vec![cap; schedule.programs().len()], costs)
 }
@@ -98,9 +98,9 @@ pub fn memory_of_ranks(schedule: &Schedule, caps: &[f64], costs: &Costs) -> Resu
         let what = format!("memory_cap (a list of {})", caps.len());
         return Err(PlanError::BadCost { what, expected: format!("one entry for each of the {num_ranks} ranks") });
     }
-    if caps.iter().any(|cap| cap.is_nan()) {
-        let expected = "a number, in the unit of the activations".to_owned();
-        return Err(PlanError::BadCost { what: "memory_cap = NaN".to_owned(), expected });
+    if let Some(cap) = caps.iter().find(|cap| cap.is_nan() || **cap < 0.0) {
+        let expected = "a number of at least 0, in the unit of the activations".to_owned();
+        return Err(PlanError::BadCost { what: format!("memory_cap = {cap}"), expected });
     }
     simulate::fit(schedule, costs)?;
     memory_cap::check(schedule, caps, costs)

@@ -342,10 +342,20 @@ impl Pass<'_> {
                 self.fault(FaultKind::Misplaced, message, vec![found, place])
             }
             None => {
-                let message = format!("{place} needs {needed} before it, and no rank has it: add it to rank {rank}");
+                let todo = if self.has_messages() {
+                    format!("add it to rank {rank}")
+                } else {
+                    "no program has messages at all: leave out what is not F, B, I or W and let lower() add the rest"
+                        .to_owned()
+                };
+                let message = format!("{place} needs {needed} before it, and no rank has it: {todo}");
                 self.fault(FaultKind::Missing, message, vec![place])
             }
         }
+    }
+
+    fn has_messages(&self) -> bool {
+        self.schedule.programs().iter().flatten().any(|action| action.kind.is_send() || action.kind.is_recv())
     }
 
     fn missing(&self, action: Action) -> PlanError {

@@ -79,7 +79,8 @@ fn summary(run: &Simulation) -> String {
 }
 
 /// A number with at most three decimals, none of them needless; very large and small ones with an exponent.
-fn number(value: f64) -> String {
+#[must_use]
+pub fn number(value: f64) -> String {
     if value != 0.0 && !(1e-3..1e9).contains(&value.abs()) {
         return format!("{value:.3e}");
     }

@@ -96,7 +96,8 @@ fn legend(out: &mut String, schedule: &Schedule) {
     }
     entry(IDLE, "idle");
     if stages_a_rank(schedule) > 1 {
-        entry(&colour(ActionKind::Forward, 0.55), "paler: later stage");
+        let paler = if schedule.placement().num_chains() > 1 { "paler: second copy" } else { "paler: later stage" };
+        entry(&colour(ActionKind::Forward, 0.55), paler);
     }
 }
 
