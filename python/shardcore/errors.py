@@ -16,6 +16,10 @@ class ConfigError(ShardcoreError, ValueError):
     """A configuration value, or a combination of values, cannot be honoured."""
 
 
+class DropInConfigError(ConfigError, AssertionError):
+    """A `ConfigError` for scripts that catch AssertionError, since DeepSpeed checks its configuration by assertion."""
+
+
 class PlanError(ShardcoreError, ValueError):
     """A plan (layout, schedule, move list) cannot be made from its input, or is not valid."""
 
@@ -26,6 +30,10 @@ class StateError(ShardcoreError, RuntimeError):
 
 class RankMismatchError(ShardcoreError, RuntimeError):
     """Ranks that must do the same thing did not; the message names the ranks and the first difference."""
+
+
+class RankFailedError(RankMismatchError):
+    """Another rank failed, so this one cannot go on; carries that rank's message."""
 
 
 class StorageError(ShardcoreError, OSError):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcore.config import BatchConfig, BatchSizes, DropInConfigError, load_config, solve_batch
-from shardcore.errors import ConfigError
+from shardcore.config import BatchConfig, BatchSizes, load_config, solve_batch
+from shardcore.errors import ConfigError, DropInConfigError
 
 NAMES = {
     "train_batch_size": "train_batch_size",

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import shardcore as sc
-from shardcore.comm import RankFailedError
-from shardcore.errors import ConfigError, RankMismatchError, StateError
+from shardcore.errors import ConfigError, RankFailedError, RankMismatchError, StateError
 from shardcore.testing import SpmdError, run_spmd, spmd
 from zero.following import rows
 from zero.models import Block

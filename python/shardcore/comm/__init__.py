@@ -34,7 +34,6 @@ from shardcore.comm.settings import agree_on_settings
 from shardcore.comm.steps import After
 from shardcore.comm.torch_calls import torch_call, world_group
 from shardcore.comm.watch import (
-    RankFailedError,
     check_level,
     clear_failure,
     program_digest,
@@ -52,7 +51,6 @@ __all__ = [
     "Message",
     "Pending",
     "Program",
-    "RankFailedError",
     "Receipt",
     "Route",
     "Tag",

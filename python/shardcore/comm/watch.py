@@ -31,7 +31,7 @@ import torch.distributed as dist
 from shardcore import _torch_private as private
 from shardcore._core import HostLink
 from shardcore._torch_private import Store
-from shardcore.errors import RankMismatchError, StateError
+from shardcore.errors import RankFailedError, RankMismatchError, StateError
 from shardcore.mesh import Axis
 
 PATIENCE_S = 1.0
@@ -42,10 +42,6 @@ _HISTORY = 128
 POLL_S = 2e-4
 _GRACE_S = 3.0
 """How long a rank that lost a connection waits for the other side's last words."""
-
-
-class RankFailedError(RankMismatchError):
-    """Another rank failed, so this one cannot go on; carries that rank's message."""
 
 
 @dataclass(frozen=True, slots=True)

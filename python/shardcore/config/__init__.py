@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from shardcore.config.batch import BatchSizes, DropInConfigError, drop_in_errors, solve_batch
+from shardcore.config.batch import BatchSizes, drop_in_errors, solve_batch
 from shardcore.config.config import Config, IgnoredKey
 from shardcore.config.keys import Entry, Field, Ignored, Misplaced, Removed, Unsupported
 from shardcore.config.load import Classes, load_config
@@ -47,7 +47,6 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataTypesConfig",
-    "DropInConfigError",
     "Entry",
     "FP16Config",
     "Field",

@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcore.config.sections import BatchConfig
-from shardcore.errors import ConfigError
-
-
-class DropInConfigError(ConfigError, AssertionError):
-    """A `ConfigError` for scripts that catch AssertionError, since DeepSpeed checks its configuration by assertion."""
+from shardcore.errors import ConfigError, DropInConfigError
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardcore.config.batch import BatchSizes, DropInConfigError, solve_batch
+from shardcore.config.batch import BatchSizes, solve_batch
 from shardcore.config.explain import explain, to_json
 from shardcore.config.sections import (
     ActivationConfig,
@@ -26,7 +26,7 @@ from shardcore.config.sections import (
     TensorConfig,
     ZeroConfig,
 )
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, DropInConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

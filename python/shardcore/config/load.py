@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from shardcore.config.batch import DropInConfigError, check_numbers, solve_batch
+from shardcore.config.batch import check_numbers, solve_batch
 from shardcore.config.choose import choose_optimizer, choose_scheduler
 from shardcore.config.config import Config
 from shardcore.config.keys import Field
@@ -14,7 +14,7 @@ from shardcore.config.read import Source, read_source
 from shardcore.config.sections import SECTIONS, PipelineConfig, TensorConfig
 from shardcore.config.table import TABLE
 from shardcore.config.walk import Findings, walk
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, DropInConfigError
 
 DROP_IN_CLIPPING = 1.0
 _PARTITIONS = ("parameters", "uniform", "best")

@@ -40,7 +40,7 @@ class Findings:
         """The notes, and one line each for all keys without effect and for all the user's own keys."""
         notes = list(self.notes)
         if self.ignored:
-            notes.append(f"without effect here (config.explain() gives reasons): {_paths(self.ignored)}")
+            notes.append(f"without effect here (engine.config.explain() gives reasons): {_paths(self.ignored)}")
         if self.escaped:
             notes.append(f"your own keys, not read: {', '.join(self.escaped)}")
         return notes

@@ -13,7 +13,7 @@ _INSTEAD = {
     "moe": "mixture-of-experts layers of the model's own train as they are",
     "monitor": "write the metrics that your loop has",
     "ops": "optimizers are in ops.adam, ops.adagrad and ops.lion; others are in torch.optim",
-    "runtime": "schedules are in runtime.lr_schedules, pipelines in pipe; the configuration is shardcore.Config",
+    "runtime": "schedules are in runtime.lr_schedules, pipelines in pipe; the configuration is shardcore.config.Config",
 }
 
 

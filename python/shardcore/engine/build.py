@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardcore import comm, tensor, zero
-from shardcore.config import BatchSizes, Classes, Config, DropInConfigError, LeafConfig, load_config
+from shardcore.config import BatchSizes, Classes, Config, LeafConfig, load_config
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, data_world, make_mesh
 from shardcore.engine.recomputation import recompute
 from shardcore.engine.stages import into_stages, on_this_rank
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, DropInConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
 from shardcore.optim import (

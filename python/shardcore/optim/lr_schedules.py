@@ -2,7 +2,8 @@
 
 Throughout, ``k`` is the number of optimizer steps taken so far. The value at ``k = 0`` is applied when a schedule is
 constructed, so the first update already uses it; ``scheduler.step()`` after each update moves ``k`` on by one. A linear
-warm-up from 0 to 1 over 4 steps thus gives the updates 0, 0.25, 0.5, 0.75, 1, 1, ... Since every value follows from
+warm-up from 0 to 1 over 4 steps thus gives the updates 0, 0.25, 0.5, 0.75, 1, 1, ...; DeepSpeed's own warm-ups give
+their first value to the first two updates, and are one behind from there. Since every value follows from
 ``k`` alone, `ClosedFormLR.lr_at` tells any of them in advance, and a schedule resumes bit for bit.
 
 Learning rates and momenta are numbers for all parameter groups, or lists with one number a group. A parameter that is

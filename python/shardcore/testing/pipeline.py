@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from hypothesis import reject
@@ -130,7 +131,7 @@ def schedule_lowerings(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dic
     weights, in a group or two with no stage in common.
     """
     stages = st.permutations(range(schedule.num_stages))
-    sizes = st.lists(st.integers(2, 3), max_size=2)
+    groups = st.lists(st.integers(2, 3), max_size=2)  # by the number of their stages
 
     def options(zero_stage: int | None) -> st.SearchStrategy[dict[str, Any]]:
         return st.fixed_dictionaries(
@@ -138,7 +139,7 @@ def schedule_lowerings(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dic
                 "zero_stage": st.just(zero_stage),
                 "reduce": st.sampled_from(["once", "per-microbatch"] if zero_stage in (2, 3) else ["once"]),
                 "optimizer": st.sampled_from(["absent", "barrier", "post-validation"]),
-                "tied": st.builds(_cut, stages, sizes),
+                "tied": st.builds(_cut, stages, groups),
                 "max_unsharded": st.integers(1, 3),
             }
         )
@@ -146,10 +147,10 @@ def schedule_lowerings(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dic
     return st.sampled_from([None, 0, 1, 2, 3]).flatmap(options)
 
 
-def _cut(stages: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Groups of these sizes, as far as the stages go."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [sorted(stages[end - size : end]) for size, end in zip(sizes, ends, strict=True) if end <= len(stages)]
+def _cut(stages: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Groups of so many stages each, as far as the stages go."""
+    ends = list(accumulate(counts))
+    return [sorted(stages[end - count : end]) for count, end in zip(counts, ends, strict=True) if end <= len(stages)]
 
 
 def schedule_costs(schedule: plan.PipelineSchedule) -> st.SearchStrategy[dict[str, Any]]:
