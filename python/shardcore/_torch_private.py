@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
-from torch.autograd.graph import Node, register_multi_grad_hook
+from torch.autograd.graph import Node
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,11 +249,6 @@ def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
     """Names of the module's own buffers that ``state_dict`` leaves out; torch tells them by no public call."""
     return set(module._non_persistent_buffers_set)
-
-
-def after_all_gradients(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
-    """Call ``callback`` once in each backward when the gradients of all ``tensors`` that it reaches are complete."""
-    register_multi_grad_hook(tensors, lambda grads: callback())
 
 
 def current_exception() -> BaseException | None:

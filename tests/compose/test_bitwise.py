@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
 import shardcore as sc
 from shardcore.testing import spmd
@@ -29,6 +31,51 @@ def test_stages_1_to_3_agree(case: str, accumulation: int) -> None:
         assert_bitwise([one.losses, one.norms], [two.losses, two.norms])
     else:
         assert_close_trees(one.parameters, two.parameters, rtol=1e-6, atol=1e-6)
+
+
+class Residual(nn.Module):
+    """A block that uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x).tanh()
+
+
+class Skipping(nn.Module):
+    """Blocks with a skip around them, so that the input of the first has three uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.blocks = nn.Sequential(Residual(), Residual())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        return self.head(self.blocks(x) + x)
+
+
+@spmd(world=[1, 2])
+def test_stages_add_up_the_gradients_of_an_input_in_one_order() -> None:
+    def trained(stage: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        mesh = sc.Mesh()
+        model = sc.shard(Skipping(), mesh, stage=stage, units=[Residual])
+        optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(mesh.rank))
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with sc.summon(model):
+            return [param.detach().clone() for param in model.parameters()]
+
+    one, two, three = (trained(stage) for stage in (1, 2, 3))
+    assert_bitwise(one, two)
+    assert_bitwise(two, three)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

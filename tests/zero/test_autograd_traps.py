@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardcore as sc
 from shardcore.testing import spmd
-from zero.following import check_follows, rows
+from zero.following import check_follows, rows, seeded
 from zero.models import Block
+from zero.twin import whole_parameters
 
 STAGES = [0, 1, 2, 3]
 all_stages = pytest.mark.parametrize("stage", STAGES)
@@ -318,3 +320,47 @@ def test_compiled_blocks_train_as_eager_ones(stage: int) -> None:
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
     assert 1 <= len(graphs) <= 6, "one graph for all blocks, and few recompilations"
     assert len(calls) >= 5, "the block's own operations are in the graph"
+
+
+class Sums(nn.Module):
+    """Sums of parameters, whose gradients need none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.first = nn.Linear(4, 6)
+        self.bias = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table((x[:, 0].abs() * 4).long().clamp(max=8)) + self.first(x) + self.bias
+
+
+@spmd(world=[1, 2])
+def test_a_graph_from_before_the_step_brings_its_gradients() -> None:
+    """As in torch, where nothing that was saved has changed since."""
+    for stage in (0, 1, 2, 3):
+        for units in ("auto", [nn.Embedding, nn.Linear]):
+            train_by_old_graphs(stage, units)
+
+
+def train_by_old_graphs(stage: int, units: Any) -> None:
+    mesh = sc.Mesh()
+    model = sc.shard(seeded(Sums), mesh, stage=stage, units=units)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    plain = seeded(Sums)
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        losses = [model(rows(2 * step + i, mesh.data_rank, 4, 4)).square().mean() for i in range(2)]
+        expected = [
+            sum(plain(rows(2 * step + i, rank, 4, 4)).square().mean() for rank in range(mesh.data_world))
+            / mesh.data_world
+            for i in range(2)
+        ]
+        for loss, reference in zip(losses, expected, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.backward()
+            alone.step()
+            alone.zero_grad()
+    torch.testing.assert_close(whole_parameters(model), dict(plain.named_parameters()), rtol=1e-5, atol=1e-6)

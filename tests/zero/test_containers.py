@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,13 +73,102 @@ CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@spmd(world=2)
+@spmd(world=[1, 2])
 def test_units_write_to_what_they_are_given(stage: int) -> None:
     def play(model: nn.Module, step: int, rank: int) -> None:
         model(rows(step, rank, 3, 5).requires_grad_()).backward()
 
     for make in CONTAINERS.values():
         check_follows(lambda make=make: Net(make), play, stage=stage, units=[Writer])
+
+
+class Twice(tuple):
+    """Built from its item, not from an iterable."""
+
+    def __new__(cls, x: torch.Tensor) -> Twice:
+        made = super().__new__(cls, (x, x))
+        made.note = "kept"
+        return made
+
+
+class Named(Pair):
+    """A named tuple with a constructor of its own."""
+
+    def __new__(cls, x: torch.Tensor) -> Named:
+        return super().__new__(cls, x, x)
+
+
+@dataclass(slots=True)
+class Tree:
+    """A node that leads to itself by its children."""
+
+    x: torch.Tensor
+    parent: Any = None
+    children: deque[Any] = field(default_factory=deque)
+
+
+def tree(x: torch.Tensor) -> Tree:
+    root = Tree(x)
+    root.children.append(Tree(x * 2, root))
+    return root
+
+
+def ring(x: torch.Tensor) -> list[Any]:
+    made: list[Any] = [x]
+    made.append(made)
+    return made
+
+
+SHAPES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[torch.Tensor]]]] = {
+    "tuple": (Twice, list),
+    "named tuple": (Named, lambda pair: [pair.a, pair.b]),
+    "tree": (tree, lambda root: [root.x, root.children[0].x]),
+    "ring": (ring, lambda made: [made[0]]),
+    "of torch": (lambda x: torch.max(x, dim=1), lambda found: [found.values]),
+}
+
+
+class Shaped(nn.Module):
+    """A layer whose output is of some shape."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.layer(x).tanh())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@spmd(world=2)
+def test_units_return_what_plain_modules_return(shape: str, stage: int) -> None:
+    make, tensors = SHAPES[shape]
+
+    def play(model: nn.Module, step: int, rank: int) -> None:
+        sum(tensor.square().sum() for tensor in tensors(model(rows(step, rank, 3, 5)))).backward()
+
+    check_follows(lambda: Shaped(make), play, stage=stage, units=[Shaped])
+
+
+def test_mapping_keeps_types_and_sharing() -> None:
+    x = torch.ones(2)
+    mapped = map_tensors(torch.neg, Twice(x))
+    assert type(mapped) is Twice
+    assert mapped.note == "kept"
+    assert mapped[1].tolist() == [-1, -1]
+    inner = [x]
+    first, second = map_tensors(torch.neg, (inner, inner))
+    assert first is second
+    assert inner[0] is x
+    made = ring(x)
+    swaps = Swaps()
+    assert map_tensors(torch.neg, made, swaps) is made
+    assert made[0].tolist() == [-1, -1]
+    swaps.undo()
+    assert made[0] is x
+    assert made[1] is made
 
 
 class Taking(nn.Module):

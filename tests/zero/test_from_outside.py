@@ -246,13 +246,14 @@ def test_a_second_step_with_the_same_gradients_scales_them_once(stage: int) -> N
 
 @spmd(world=1)
 def test_one_rank_watches_too() -> None:
-    model = build(2)
-    root: Any = find_root(model)
-    assert not root.needs_unit_hooks
-    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
-    for step in range(2):
-        play(model, step, 0)
-        model.gain.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.gain.item() == 1.0
+    for stage in (0, 2):
+        model = build(stage)
+        root: Any = find_root(model)
+        assert root.needs_unit_hooks == (stage > 0)
+        optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+        for step in range(2):
+            play(model, step, 0)
+            model.gain.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.gain.item() == 1.0

@@ -48,6 +48,53 @@ class Passes(nn.Module):
         return [self.inner(state[0])]
 
 
+class Crossing(nn.Module):
+    """A block with two differentiable inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + self.layer(memory).tanh(), memory
+
+
+class Crossings(nn.Module):
+    """Blocks that read one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Crossing() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = x * 2
+        for block in self.blocks:
+            x, memory = block(x, memory)
+        return x
+
+
+@spmd(world=[1, 2])
+def test_a_graph_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for stage in (0, 1, 2, 3):
+            model = sc.shard(Crossings(), stage=stage, units=[Crossing])
+            optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+            for step in range(4):
+                x = torch.ones(2, 7, requires_grad=True)
+                alive = weakref.ref(x)
+                out = model(x * 1).mean()
+                if step != 1:  # a forward without a backward leaves nothing either
+                    out.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                del x, out
+                assert alive() is None, f"stage {stage}, step {step}"
+    finally:
+        gc.enable()
+
+
 @spmd(world=2)
 def test_activations_in_containers_are_freed() -> None:
     """A hook in autograd's graph that leads to the activations of its own graph would keep them, step after step."""

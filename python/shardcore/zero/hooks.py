@@ -39,7 +39,7 @@ def install(root: Root) -> None:
         for unit in root.units:
             hooks = _UnitHooks(root, unit, gradient_hooks)
             unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(hooks.post_forward, always_call=root.policy.shards_params)
+            unit.module.register_forward_hook(hooks.post_forward, always_call=True)
     private.before_any_optimizer_step(_refuse_unsharded_optimizer)
     private.before_any_clipping(_refuse_unsharded_clipping)
     private.before_any_norm(_refuse_norm_of_nothing)
@@ -164,7 +164,8 @@ class _GradientHooks:
             grad = self._corrected(index, grad)
         self._grads.accumulate(index, grad)
         if not self._grads.holds(index, grad):
-            param.grad = None
+            with private.without_torch_function():  # on a guarded parameter it would mean the gradient just stored
+                param.grad = None
         self._missing.discard(index)
         if not self._missing:
             del grad  # the reduction starts without autograd's tensor in memory
@@ -186,17 +187,45 @@ class _Call:
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Aliases of the inputs that take a gradient; kept only until the hooks are on them."""
+    nodes: list[Node] = field(default_factory=list)
+    """What these come from in autograd's graph, until the forward has returned. Hooks on them lead here, so what stays
+    would be a cycle through the graph, which no garbage collector enters."""
     has_inputs: bool = False
     swaps: Swaps = field(default_factory=Swaps)
     """Inputs in the caller's containers, which are aliased during the forward."""
     watch: Watch | None = None
+    backward: int = -1
+    """The backward that the numbers are of."""
+    num_expected: int = -1
+    """Inputs to which it brings a gradient; -1 before it has come to the call."""
+    num_arrived: int = 0
 
     def leave(self) -> None:
         """The forward has returned, or failed."""
+        self.nodes = []
         self.swaps.undo()
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
+
+    def expect(self, nodes: Sequence[Node]) -> bool:
+        """The running backward has come to the call; whether it must be waited for: gradients of inputs are to come, or
+        there are no inputs that tell.
+        """
+        self._enter()
+        if self.num_expected < 0:
+            self.num_expected = sum(map(private.backward_will_execute, nodes))
+        return not self.has_inputs or self.num_arrived < self.num_expected
+
+    def arrive(self) -> bool:
+        """The gradient of an input is complete; whether it was the last one."""
+        self._enter()
+        self.num_arrived += 1
+        return self.num_arrived == self.num_expected
+
+    def _enter(self) -> None:
+        if self.backward != private.backward_id():
+            self.backward, self.num_expected, self.num_arrived = private.backward_id(), -1, 0
 
 
 class _UnitHooks:
@@ -207,6 +236,9 @@ class _UnitHooks:
         self._unit = unit
         self._gradient_hooks = gradient_hooks
         self._releases = root.policy.shards_params
+        self._aliases = root.policy.shards_states
+        self._errors: list[int] = []
+        """Of the forwards that run, outermost first: the identity of an exception that was being handled before."""
         if root.shard_axis.size == 1:
             unit.is_watched = False  # nothing is ever released
         for group in unit.groups:
@@ -221,40 +253,40 @@ class _UnitHooks:
             _refuse_transforms(self._releases)
         unit.was_called = True
         root.acquire(unit, "backward" if private.in_backward() else "forward")
-        if not self._releases:
-            return None
-        root.active.append(unit)
-        if not torch.is_grad_enabled():
+        self._errors.append(id(private.current_exception()))
+        if self._releases:
+            root.active.append(unit)
+        if not self._aliases or not torch.is_grad_enabled():
             return None
         call = _Call()
         unit.calls.append(call)
         args = map_tensors(lambda t: self._alias(t, call), args, call.swaps)
         if kwargs:
             kwargs = {key: map_tensors(lambda t: self._alias(t, call), v, call.swaps) for key, v in kwargs.items()}
-        self._watch_inputs(call)  # before the forward, which may write to them in place
-        if unit.is_watched:
-            call.watch = Watch(unit, lambda: self._begin_backward(call))
-            call.watch.start()
+        if self._releases:
+            self._watch_call(call)  # before the forward, which may write to the inputs in place
         return args, kwargs
 
     @private.not_traced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Release the unit, and wait for a gradient to reach its outputs."""
         root, unit = self._root, self._unit
-        if not self._releases:
-            return output
+        before = self._errors.pop() if self._errors else id(None)
         call = unit.calls.pop() if torch.is_grad_enabled() and unit.calls else None
+        nodes: list[Node] = []
         if call is not None:
+            nodes = call.nodes
             call.leave()
-        if output is None and private.current_exception() is not None:
-            return None
+        if not self._releases or (output is None and id(private.current_exception()) != before):
+            return output
         while root.active and root.active.pop() is not unit:
             pass  # a module inside left by an exception that was caught
         output = map_tensors(self._own_memory, output)
         if call is not None:
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, call=call: self._begin_backward(call))
+                # An input that is handed through needs nothing of the unit in backward.
+                if tensor.requires_grad and not any(tensor.grad_fn is node for node in nodes):
+                    tensor.register_hook(lambda grad, call=call: self._begin_backward(call, nodes))
         if not private.in_backward() and unit is not root.root_unit:
             root.release(unit)
         return output
@@ -268,33 +300,39 @@ class _UnitHooks:
 
     def _alias(self, tensor: torch.Tensor, call: _Call) -> torch.Tensor:
         """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the
-        input.
+        input. At stages that release nothing it is there for its order of adding up, which is then that of stage 3.
         """
         if not tensor.requires_grad:
             return tensor
         alias = tensor.view_as(tensor)
-        call.inputs.append(alias)
+        if self._releases:
+            call.inputs.append(alias)
         return alias
 
-    def _watch_inputs(self, call: _Call) -> None:
+    def _watch_call(self, call: _Call) -> None:
+        """Wait for the gradients of the inputs, and where need be for reads of what the forward is about to save."""
         inputs, call.inputs = call.inputs, []
         call.has_inputs = bool(inputs)
-        if len(inputs) == 1:
-            inputs[0].register_hook(lambda grad: self._end_call(call))
-        elif inputs:
-            private.after_all_gradients(inputs, lambda: self._end_call(call))
+        call.nodes = nodes = [get_gradient_edge(alias).node for alias in inputs]
+        for alias in inputs:
+            alias.register_hook(lambda grad: self._end_input(call))
+        if self._unit.is_watched:
+            call.watch = Watch(self._unit, lambda: self._begin_backward(call, nodes))
+            call.watch.start()
 
     @private.not_traced
-    def _begin_backward(self, call: _Call) -> None:
+    def _begin_backward(self, call: _Call, nodes: Sequence[Node]) -> None:
         _refuse_double_backward()
         self._root.begin_backward()
-        self._unit.open_calls.add(call)
+        if call.expect(nodes):
+            self._unit.open_calls.add(call)
         self._root.acquire(self._unit, "backward")
 
     @private.not_traced
-    def _end_call(self, call: _Call) -> None:
-        self._unit.open_calls.discard(call)
-        self._end_backward_if_complete()
+    def _end_input(self, call: _Call) -> None:
+        if call.arrive():
+            self._unit.open_calls.discard(call)
+            self._end_backward_if_complete()
 
     def _end_backward_if_complete(self) -> None:
         """Release the unit once nothing in the running backward can need its parameters again.
@@ -346,6 +384,8 @@ class _RootHooks:
         self._root = root
         self._swaps: list[Swaps] = []
         """Of the forwards that run, outermost first: inputs in the caller's containers, which are cast meanwhile."""
+        self._errors: list[int] = []
+        """And the identity of an exception that was being handled before."""
 
     @private.not_traced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -355,11 +395,13 @@ class _RootHooks:
         self._root.begin_forward()
         while len(self._swaps) >= self._root.forward_depth:  # of a forward that was left without its hooks
             self._swaps.pop().undo()
+            self._errors.pop()
+        swaps = Swaps()
+        self._swaps.append(swaps)
+        self._errors.append(id(private.current_exception()))
         dtype = self._root.precision.param_dtype
         if dtype is None:
             return None
-        swaps = Swaps()
-        self._swaps.append(swaps)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -370,10 +412,12 @@ class _RootHooks:
     @private.not_traced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """End a forward; outputs are returned as aliases, which tell that a backward has come to the model."""
+        before = id(None)
         if self._swaps:
             self._swaps.pop().undo()
+            before = self._errors.pop()
         error = private.current_exception()
-        if error is not None and output is None:
+        if error is not None and output is None and id(error) != before:
             if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
                 comm.report_failure(error)
             self._root.end_forward(failed=True)

@@ -141,8 +141,10 @@ class Root(Surroundings):
 
     @property
     def needs_unit_hooks(self) -> bool:
-        """Whether units must act before and after their forward: to gather, to release, or to wait for a gather."""
-        return self.policy.shards_params or self.data_axis.size > 1
+        """Whether units must act before and after their forward: to gather, to release, to wait for a gather, or to add
+        up gradients in the order of the stages that do.
+        """
+        return self.policy.shards_states or self.data_axis.size > 1
 
     @property
     def output_scale(self) -> float:
@@ -282,6 +284,8 @@ class Root(Surroundings):
         self._correction = 1.0
         self.wrongly_scaled = None
         self.num_tokens.clear()
+        if self.window.has_reduced:
+            comm.note_choice(self.data_axis, "zero_grad of", "gradients that were reduced")
         self.window.clear(set_to_none)
 
     def reset_iteration(self) -> None:

@@ -53,6 +53,8 @@ class Window:
         self.num_backwards_in_micro_batch = 0
         """Backwards since the engine last ended a micro-batch."""
         self.reducing = False
+        self.has_reduced = False
+        """Gradients of this window are sums over ranks already, so that one rank alone may not drop them."""
         self._ready: set[ShardGroup] = set()
         self._next = 0
 
@@ -100,6 +102,7 @@ class Window:
             _grads(group).expose()
         # A second optimizer of the model finishes a window that the first has finished.
         self._expected, self.num_backwards = self.num_backwards or self._expected, 0
+        self.has_reduced = False
         return present
 
     def flush(self) -> None:
@@ -116,6 +119,7 @@ class Window:
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients."""
+        self.has_reduced = False
         for group in self._groups:
             _grads(group).clear(set_to_none)
 
@@ -140,6 +144,7 @@ class Window:
                 # At most one reduction in flight: its buffer is free before the next one is needed.
                 _grads(self._order[self._next - 1]).finish_reduce()
             _grads(self._order[self._next]).start_reduce()
+            self.has_reduced = True
             self._next += 1
 
     def _position(self, group: ShardGroup) -> int:
