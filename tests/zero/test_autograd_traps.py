@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import shardcore as sc
@@ -320,6 +322,84 @@ def test_compiled_blocks_train_as_eager_ones(stage: int) -> None:
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
     assert 1 <= len(graphs) <= 6, "one graph for all blocks, and few recompilations"
     assert len(calls) >= 5, "the block's own operations are in the graph"
+
+
+class Overwriting(nn.Module):
+    """A frozen layer with an adapter, whose first operation writes to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.down = nn.Linear(6, 2, bias=False)
+        self.up = nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(x)
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Overwritten(nn.Module):
+    """Such blocks behind plain layers; ``around`` is what saves their tensors."""
+
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.blocks = nn.ModuleList(Overwriting() for _ in range(3))
+        self.around = around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            if self.around == "checkpoint":
+                x = checkpoint(lambda x, layer=layer, block=block: block(layer(x)), x, use_reentrant=False)
+            else:
+                with save_on_cpu() if self.around == "cpu" else nullcontext():
+                    x = block(layer(x))
+        return x
+
+
+@spmd(world=2)
+def test_units_that_write_to_their_inputs_stay_until_autograd_has_read_them() -> None:
+    def play(model: nn.Module, step: int, rank: int) -> None:
+        model(rows(step, rank, 4, 6)).square().mean().backward()
+
+    for around in ("", "cpu", "checkpoint"):
+        check_follows(lambda around=around: Overwritten(around), play, stage=3, units=[Overwriting])
+
+
+class Picky(nn.Module):
+    """Looks at what it is given: attributes, identity, and a layout that has no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        y = (q * q.factor) @ self.weight
+        return (y if q is k else y * 2) + torch.sparse.mm(sparse, self.weight)
+
+
+class Offered(nn.Module):
+    """A block that gives it these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.picky = Picky()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x.factor = 3.0
+        return self.picky(x, x, (x.relu() * 0.1).to_sparse())
+
+
+@all_stages
+@spmd(world=2)
+def test_inputs_keep_what_units_look_at(stage: int) -> None:
+    def play(model: nn.Module, step: int, rank: int) -> None:
+        model(rows(step, rank, 6, 6)).square().mean().backward()
+
+    check_follows(Offered, play, stage=stage, units=[Picky])
 
 
 class Sums(nn.Module):

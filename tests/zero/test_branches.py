@@ -209,6 +209,18 @@ def test_backwards_of_different_number_on_different_branches() -> None:
 
 
 @spmd(world=2)
+def test_gradients_are_dropped_by_all_although_some_have_none() -> None:
+    def play(model: nn.Module, step: int, rank: int) -> None:
+        if find_root(model) is not None and step:
+            if rank:
+                model(rows(9, rank, 4, 7), [0]).square().mean().backward()
+            model.zero_grad()
+        model(rows(step, rank, 4, 7), [rank, 2]).square().mean().backward()
+
+    check_follows(Branching, play, stage=3)
+
+
+@spmd(world=2)
 def test_two_models_on_different_branches() -> None:
     """Ranks use them in different order, too; units of the same name and size are told apart."""
     mesh = sc.Mesh()

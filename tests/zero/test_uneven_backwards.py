@@ -1,15 +1,16 @@
-"""Ranks that make different numbers of backwards in a step: an error on all of them, and never a hang."""
+"""Ranks that make different numbers of backwards in a step, or drop gradients alone: an error on all, never a hang."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+import torch
 from torch import nn
 
 import shardcore as sc
 from shardcore.errors import RankMismatchError
-from shardcore.testing import run_spmd
+from shardcore.testing import SpmdError, run_spmd, spmd
 from zero.following import rows
 from zero.models import Block
 
@@ -44,3 +45,37 @@ def test_different_numbers_of_backwards_are_an_error_on_all_ranks(
         assert num_steps == odd_step + (stage == 1 and odd > usual), message
         assert "left the common order of collectives" in message
         assert "'all-reduce gradient flags" in message
+
+
+def clear_on_rank_1(stage: int) -> None:
+    mesh = sc.Mesh()
+    model = sc.shard(nn.Sequential(Block(), nn.Linear(7, 3)), stage=stage)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(torch.ones(2, 7)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 7)).mean().backward()
+    if mesh.rank == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_zero_grad_of_reduced_gradients_on_one_rank() -> None:
+    for stage in (0, 1, 2, 3):
+        with pytest.raises(SpmdError, match="zero_grad of gradients that were reduced"):
+            run_spmd(clear_on_rank_1, 2, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@spmd(world=2)
+def test_zero_grad_of_nothing_on_one_rank(stage: int) -> None:
+    model = sc.shard(nn.Sequential(Block(), nn.Linear(7, 3)), stage=stage)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(torch.ones(2, 7)).mean().backward()
+    sc.reset_iteration(model)
+    for _ in range(2):
+        if sc.Mesh().rank == 1:
+            optimizer.zero_grad()
+        model(torch.ones(2, 7)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

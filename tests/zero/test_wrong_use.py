@@ -258,22 +258,6 @@ def fail_on_rank_1(stage: int) -> str:
     return str(failure.value)
 
 
-def clear_on_rank_1(stage: int) -> None:
-    mesh = sc.Mesh()
-    model, optimizer = sharded(stage)
-    train_step(model, optimizer)
-    model(torch.ones(2, 7)).mean().backward()
-    if mesh.rank == 1:
-        optimizer.zero_grad()
-    optimizer.step()
-
-
-def test_zero_grad_of_reduced_gradients_on_one_rank() -> None:
-    for stage in (0, 1, 2, 3):
-        with pytest.raises(SpmdError, match="zero_grad of gradients that were reduced"):
-            run_spmd(clear_on_rank_1, 2, stage)
-
-
 @all_stages
 def test_one_rank_raising_in_forward_fails_all_with_its_message(stage: int) -> None:
     told, _ = run_spmd(fail_on_rank_1, 2, stage)

@@ -185,12 +185,14 @@ class _GradientHooks:
 class _Call:
     """One call of a unit's forward, as its backward needs to know it."""
 
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    """Aliases of the inputs that take a gradient; kept only until the hooks are on them."""
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Aliases of the inputs that take a gradient, by the inputs' identity, until the forward has returned."""
     nodes: list[Node] = field(default_factory=list)
-    """What these come from in autograd's graph, until the forward has returned. Hooks on them lead here, so what stays
-    would be a cycle through the graph, which no garbage collector enters."""
+    """What these come from in autograd's graph, as long. Hooks on them lead here, so what stays would be a cycle
+    through the graph, which no garbage collector enters."""
     has_inputs: bool = False
+    is_blind: bool = False
+    """Not every input can tell that its gradient is complete, so the call ends with the backward."""
     swaps: Swaps = field(default_factory=Swaps)
     """Inputs in the caller's containers, which are aliased during the forward."""
     watch: Watch | None = None
@@ -202,7 +204,10 @@ class _Call:
 
     def leave(self) -> None:
         """The forward has returned, or failed."""
-        self.nodes = []
+        # What the forward wrote to has another history now.
+        aliases = zip(self.inputs.values(), self.nodes, strict=False)
+        self.is_blind |= any(alias.grad_fn is not node for alias, node in aliases)
+        self.inputs, self.nodes = {}, []
         self.swaps.undo()
         if self.watch is not None:
             self.watch.stop()
@@ -210,18 +215,18 @@ class _Call:
 
     def expect(self, nodes: Sequence[Node]) -> bool:
         """The running backward has come to the call; whether it must be waited for: gradients of inputs are to come, or
-        there are no inputs that tell.
+        there is no input that tells.
         """
         self._enter()
         if self.num_expected < 0:
             self.num_expected = sum(map(private.backward_will_execute, nodes))
-        return not self.has_inputs or self.num_arrived < self.num_expected
+        return not self.has_inputs or self.is_blind or self.num_arrived < self.num_expected
 
     def arrive(self) -> bool:
         """The gradient of an input is complete; whether it was the last one."""
         self._enter()
         self.num_arrived += 1
-        return self.num_arrived == self.num_expected
+        return self.num_arrived == self.num_expected and not self.is_blind
 
     def _enter(self) -> None:
         if self.backward != private.backward_id():
@@ -302,19 +307,23 @@ class _UnitHooks:
         """A view of an input, whose gradient is complete when this call's backward is over, whoever else uses the
         input. At stages that release nothing it is there for its order of adding up, which is then that of stage 3.
         """
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or (tensor.is_leaf and not self._releases):
             return tensor
-        alias = tensor.view_as(tensor)
-        if self._releases:
-            call.inputs.append(alias)
+        if tensor.layout is not torch.strided or (tensor.is_nested and type(tensor) is torch.Tensor):
+            call.has_inputs = call.is_blind = True  # they have no views
+            return tensor
+        alias = call.inputs.get(id(tensor))
+        if alias is None:
+            alias = call.inputs[id(tensor)] = tensor.view_as(tensor)
+            vars(alias).update(vars(tensor))
         return alias
 
     def _watch_call(self, call: _Call) -> None:
         """Wait for the gradients of the inputs, and where need be for reads of what the forward is about to save."""
-        inputs, call.inputs = call.inputs, []
-        call.has_inputs = bool(inputs)
-        call.nodes = nodes = [get_gradient_edge(alias).node for alias in inputs]
-        for alias in inputs:
+        aliases = call.inputs.values()
+        call.has_inputs |= bool(aliases)
+        call.nodes = nodes = [get_gradient_edge(alias).node for alias in aliases]
+        for alias in aliases:
             alias.register_hook(lambda grad: self._end_input(call))
         if self._unit.is_watched:
             call.watch = Watch(self._unit, lambda: self._begin_backward(call, nodes))

@@ -284,7 +284,10 @@ class Root(Surroundings):
         self._correction = 1.0
         self.wrongly_scaled = None
         self.num_tokens.clear()
-        if self.window.has_reduced:
+        if self._takes_turns():
+            if self.window.num_backwards or self.window.is_clear:
+                comm.settle()  # others may have reductions that this rank has not joined yet, and all drop them
+        elif self.window.has_reduced:
             comm.note_choice(self.data_axis, "zero_grad of", "gradients that were reduced")
         self.window.clear(set_to_none)
 
@@ -310,6 +313,7 @@ class Root(Surroundings):
         self.num_tokens.clear()
         self.watch()
         self.window.num_backwards = self.window.num_backwards_in_micro_batch = 0
+        self.window.has_reduced = False
         self._program.end()
         comm.clear_failure()
 

@@ -55,6 +55,8 @@ class Window:
         self.reducing = False
         self.has_reduced = False
         """Gradients of this window are sums over ranks already, so that one rank alone may not drop them."""
+        self.is_clear = False
+        """They have been dropped since the last update."""
         self._ready: set[ShardGroup] = set()
         self._next = 0
 
@@ -102,7 +104,7 @@ class Window:
             _grads(group).expose()
         # A second optimizer of the model finishes a window that the first has finished.
         self._expected, self.num_backwards = self.num_backwards or self._expected, 0
-        self.has_reduced = False
+        self.has_reduced = self.is_clear = False
         return present
 
     def flush(self) -> None:
@@ -119,7 +121,7 @@ class Window:
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients."""
-        self.has_reduced = False
+        self.has_reduced, self.is_clear = False, True
         for group in self._groups:
             _grads(group).clear(set_to_none)
 
