@@ -1221,8 +1221,8 @@ class Synthesis:
     @property
     def found_by(self, /) -> str:
         """
-        What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``list-scheduling`` or
-        ``local-search``.
+        What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``breadth-first`` (all
+        forwards stage by stage, then all backwards), ``list-scheduling`` or ``local-search``.
         """
     @property
     def gap(self, /) -> float:

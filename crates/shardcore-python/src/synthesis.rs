@@ -60,8 +60,8 @@ impl PySynthesis {
         self.gap
     }
 
-    /// What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``list-scheduling`` or
-    /// ``local-search``.
+    /// What found it: the name of a schedule, ``one-by-one`` (one micro-batch after another), ``breadth-first`` (all
+    /// forwards stage by stage, then all backwards), ``list-scheduling`` or ``local-search``.
     #[getter]
     fn found_by(&self) -> &str {
         &self.found_by

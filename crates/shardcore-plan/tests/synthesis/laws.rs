@@ -4,7 +4,8 @@ use shardcore_plan::schedule::check::{check, memory};
 use shardcore_plan::schedule::generate::ChunkCount;
 use shardcore_plan::schedule::simulate::peaks;
 use shardcore_plan::schedule::{
-    ActionKind, CostSpec, Costs, Objective, Placement, Request, ScheduleName, Synthesis, build, synthesize,
+    Action, ActionKind, CostSpec, Costs, Header, Objective, Placement, Request, Schedule, ScheduleName, Synthesis,
+    build, synthesize,
 };
 
 use crate::{Dice, cases, on_all_cores, simulated};
@@ -68,6 +69,46 @@ fn never_worse_than_the_best_named_schedule_and_near_the_bound() {
     });
     let mean = gaps.iter().sum::<f64>() / f64::from(count);
     assert!(mean < 0.05, "mean gap {mean:.4}");
+}
+
+/// All forwards stage by stage, then all backwards from the last stage to the first: whole, or all weight gradients last.
+fn breadth_first(placement: &Placement, microbatches: u32, whole: bool) -> Schedule {
+    let program = |rank: u32| {
+        let stages = placement.stages_of(rank);
+        let all = |kind, stage: u32| (0..microbatches).map(move |microbatch| Action::new(kind, stage, microbatch));
+        let forwards = stages.iter().flat_map(|&stage| all(ActionKind::Forward, stage));
+        let kinds: &[ActionKind] =
+            if whole { &[ActionKind::Backward] } else { &[ActionKind::InputGrad, ActionKind::WeightGrad] };
+        let backwards = kinds.iter().flat_map(|&kind| stages.iter().rev().flat_map(move |&stage| all(kind, stage)));
+        forwards.chain(backwards).collect()
+    };
+    let header = Header::new("breadth-first", placement.clone(), microbatches);
+    Schedule::new(header, (0..placement.num_ranks()).map(program).collect()).unwrap()
+}
+
+/// With slow hops a rank with several stages does best to work on one stage after another; no named schedule of the V
+/// placement does.
+#[test]
+fn never_worse_than_all_forwards_stage_by_stage_and_then_all_backwards() {
+    let placements = [
+        (Placement::v_shape(4).unwrap(), 16),
+        (Placement::zig_zag(3, 3).unwrap(), 6),
+        (Placement::looped(4, 2).unwrap(), 8),
+        (Placement::custom(vec![0, 1, 2, 3, 0, 2, 1, 3]).unwrap(), 8),
+    ];
+    for (placement, microbatches) in placements {
+        for hop in [1.0, 5.0, 50.0] {
+            let costs = CostSpec::default().with_hop(hop);
+            let found = synthesize(&Request::new(placement.clone(), microbatches, costs.clone())).unwrap();
+            for whole in [true, false] {
+                let plain = simulated(&breadth_first(&placement, microbatches, whole), &costs).makespan;
+                assert!(found.value <= plain * (1.0 + 1e-12), "{placement} hop {hop}: {} > {plain}", found.value);
+            }
+        }
+    }
+    let costs = CostSpec::default().with_hop(50.0);
+    let found = synthesize(&Request::new(Placement::v_shape(4).unwrap(), 16, costs)).unwrap();
+    assert!(["breadth-first", "local-search"].contains(&found.found_by), "{}", found.found_by);
 }
 
 /// What synthesis gains on ZB-H1 in its memory, with uneven stages and a latency of a fifth of a forward to a whole one,

@@ -1,7 +1,8 @@
 //! Schedules made for given costs: from measured times, a latency and a memory cap to a schedule, and a proof of how far
 //! it can be from the best.
 //!
-//! 1. All named schedules of the placement that fit under the cap are candidates, so the result is never worse.
+//! 1. All named schedules of the placement that fit under the cap are candidates, so the result is never worse; and so
+//!    are one micro-batch after another and, for slow hops, one stage after another.
 //! 2. List scheduling of reference patterns with several rules looks for more, as for the V schedules
 //!    ([`v_shape`](super::generate::v_shape)).
 //! 3. Where a backward in one piece takes less, those for which nobody waits are fused.
@@ -71,7 +72,8 @@ pub struct Synthesis {
     pub lower_bound: f64,
     /// How much longer the schedule takes than the bound, as a part of the bound: 0.03 is 3%.
     pub gap: f64,
-    /// What found it: the name of a schedule, `one-by-one`, `list-scheduling` or `local-search`.
+    /// What found it: the name of a schedule, `one-by-one` (one micro-batch after another), `breadth-first` (all
+    /// forwards stage by stage, then all backwards), `list-scheduling` or `local-search`.
     pub found_by: &'static str,
 }
 
@@ -226,7 +228,8 @@ fn fused(problem: &Problem, goal: Goal, mut found: Vec<Candidate>) -> Vec<Candid
     found
 }
 
-/// All named schedules that fit, and the best of list scheduling.
+/// All named schedules that fit, the best of list scheduling, and one stage after another where that is better than them:
+/// elsewhere it would only take its share of the search.
 fn candidates(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Vec<Candidate>> {
     let (goal, mut space) = (Goal::of(request.objective), Workspace::new(problem));
     let named = candidates::named(request, problem)?.into_iter();
@@ -234,7 +237,8 @@ fn candidates(request: &Request, problem: &Problem, lower_bound: f64) -> Result<
         let timing = space.replay(problem, &order)?;
         Some(Candidate { order, timing, found_by })
     };
-    let mut found: Vec<Candidate> = named.filter_map(timed).collect();
+    let (by_stages, mut found): (Vec<Candidate>, Vec<Candidate>) =
+        named.filter_map(timed).partition(|candidate| candidate.found_by == candidates::BREADTH_FIRST);
     let (patterns, rules) = (candidates::patterns(request, problem), Rule::all().collect::<Vec<Rule>>());
     let variants = promising(problem, &patterns, goal, lower_bound);
     for variant in &variants {
@@ -246,6 +250,9 @@ fn candidates(request: &Request, problem: &Problem, lower_bound: f64) -> Result<
             found_by: "list-scheduling",
         }));
     }
+    let score = |candidate: &Candidate| goal.score(&candidate.timing);
+    let least = found.iter().map(score).fold(f64::INFINITY, f64::min);
+    found.extend(by_stages.into_iter().filter(|candidate| score(candidate) < least));
     Ok(found)
 }
 
