@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use shardcore_plan::schedule::simulate::{Network, Simulator};
 use shardcore_plan::schedule::{
-    Action, ActionKind, CostSpec, Costs, Header, Objective, Placement, Request, synthesize,
+    Action, ActionKind, Amount, CostSpec, Costs, Header, Objective, Placement, Request, Synthesis, synthesize,
 };
 
 use crate::{Dice, cases};
@@ -85,7 +85,7 @@ fn optimum(placement: &Placement, microbatches: u32, costs: &Costs, cap: f64) ->
             index /= choice.len();
         }
         let run = simulator.evaluate(&header, &programs, false, costs, &Network::default()).unwrap();
-        if let Some(run) = run.filter(|run| run.peak <= cap + 1e-9) {
+        if let Some(run) = run.filter(|run| run.peak <= cap * (1.0 + 1e-9)) {
             let [makespan, span] = best.unwrap_or([f64::INFINITY; 2]);
             best = Some([makespan.min(run.makespan), span.min(run.span)]);
         }
@@ -158,4 +158,72 @@ fn backwards_in_one_piece_and_split_ones_mix_as_is_best() {
     let longer = losses.iter().filter(|loss| **loss > 1e-9).count();
     let most = losses.iter().copied().fold(0.0, f64::max);
     assert!(longer * 50 <= losses.len() && most < 0.06, "{longer} of {} are longer, by up to {most}", losses.len());
+}
+
+/// A power of two as far from 1 as costs may be.
+fn any_power(dice: &mut Dice) -> f64 {
+    2.0_f64.powi(i32::try_from(dice.below(1801)).unwrap() - 900)
+}
+
+fn scaled(amount: &Amount, by: f64) -> Amount {
+    match amount {
+        Amount::PerRank(value) => Amount::PerRank(value * by),
+        Amount::PerStage(values) => values.iter().map(|value| value * by).collect::<Vec<f64>>().into(),
+    }
+}
+
+/// Products of times and sizes once overflowed, or vanished, and gave bounds above what was found.
+#[test]
+fn neither_the_unit_of_times_nor_that_of_sizes_changes_anything() {
+    let mut dice = Dice::new(14);
+    for round in 0..cases(12, 200) {
+        let placement = [Placement::looped(3, 1).unwrap(), Placement::v_shape(2).unwrap()][round as usize % 2].clone();
+        let costs = dice.costs(placement.num_stages() as usize);
+        let cap = 2.0 + f64::from(dice.below(3));
+        let [time, size] = [any_power(&mut dice), any_power(&mut dice)];
+        let other = CostSpec {
+            forward: scaled(&costs.forward, time),
+            input_grad: scaled(&costs.input_grad, time),
+            weight_grad: scaled(&costs.weight_grad, time),
+            fused_backward: costs.fused_backward.as_ref().map(|amount| scaled(amount, time)),
+            hop: costs.hop * time,
+            activation: scaled(&costs.activation, size),
+            stash: costs.stash.as_ref().map(|amount| scaled(amount, size)),
+        };
+        let plain = synthesize(&Request::new(placement.clone(), 6, costs.clone()).with_cap(cap)).unwrap();
+        let found = synthesize(&Request::new(placement, 6, other).with_cap(cap * size)).unwrap();
+        let expected = Synthesis { value: plain.value * time, lower_bound: plain.lower_bound * time, ..plain };
+        assert_eq!(found, expected, "{costs:?}, times x {time:e}, sizes x {size:e}");
+    }
+}
+
+/// Every time and size of its own order of magnitude.
+#[test]
+fn the_bound_holds_whatever_the_magnitudes() {
+    let mut dice = Dice::new(15);
+    let shapes = [
+        (Placement::looped(2, 1).unwrap(), 2),
+        (Placement::looped(2, 1).unwrap(), 3),
+        (Placement::v_shape(2).unwrap(), 1),
+        (Placement::looped(1, 2).unwrap(), 2),
+    ];
+    for round in 0..cases(24, 600) {
+        let (placement, microbatches) = &shapes[round as usize % shapes.len()];
+        let num_stages = placement.num_stages() as usize;
+        let mut wild = || -> Vec<f64> { (0..num_stages).map(|_| any_power(&mut dice)).collect() };
+        let [forward, input, weight, activation, stash] = std::array::from_fn(|_| wild());
+        let of_rank = |rank: u32| placement.stages_of(rank).iter().map(|&stage| activation[stage as usize]).sum();
+        let needed = (0..placement.num_ranks()).map(of_rank).fold(0.0, f64::max);
+        let costs = CostSpec {
+            fused_backward: (dice.below(2) == 0)
+                .then(|| (0..num_stages).map(|_| any_power(&mut dice)).collect::<Vec<f64>>().into()),
+            forward: forward.into(),
+            input_grad: input.into(),
+            weight_grad: weight.into(),
+            hop: any_power(&mut dice),
+            activation: activation.into(),
+            stash: Some(stash.into()),
+        };
+        compared_with_all(placement, *microbatches, &costs, needed * (1.0 + dice.unit()));
+    }
 }

@@ -26,13 +26,48 @@ use super::super::list::{Objective, OpKind, Problem};
 
 /// The least that any schedule takes.
 pub(super) fn lower_bound(problem: &Problem, objective: Objective) -> f64 {
-    let bound = Bound::new(problem, objective);
+    let (problem, unit) = in_units(problem);
+    let bound = Bound::new(&problem, objective);
     let ranks = (0..problem.num_ranks).map(|rank| bound.of_rank(rank));
     let path = match objective {
         Objective::Makespan => bound.forward_path(0..problem.num_stages()) + bound.way_back(problem.num_stages(), 0),
         Objective::Span => 0.0,
     };
-    ranks.fold(path, f64::max)
+    ranks.fold(path, f64::max) * unit
+}
+
+/// More than any sum of scaled times, and far from overflow in every product.
+const ENDLESS: f64 = 1e30;
+
+/// The same problem with the longest time and each rank's largest size near 1, and the unit of its times.
+fn in_units(problem: &Problem) -> (Problem, f64) {
+    let mut problem = problem.clone();
+    let [forward, grad, weight, fused] = &mut problem.time;
+    // A backward in one piece may be much longer than all else without ever being made.
+    let unit = unit_of(forward.iter().chain(&*grad).chain(&*weight).chain(&problem.hop_before));
+    for times in [forward, grad, weight, &mut problem.hop_before] {
+        times.iter_mut().for_each(|time| *time /= unit);
+    }
+    fused.iter_mut().for_each(|time| *time = (*time / unit).min(ENDLESS));
+    for (rank, stages) in problem.stages_of.iter().enumerate() {
+        let unit = unit_of(stages.iter().flat_map(|&stage| [&problem.activation[stage], &problem.stash[stage]]));
+        for &stage in stages {
+            problem.activation[stage] /= unit;
+            problem.stash[stage] /= unit;
+        }
+        problem.cap[rank] /= unit;
+    }
+    (problem, unit)
+}
+
+/// The power of two below the largest number, as far as its inverse is one too: division by it is exact.
+fn unit_of<'a>(numbers: impl Iterator<Item = &'a f64>) -> f64 {
+    const MANTISSA: u32 = 52;
+    const LARGEST: u64 = 1000;
+    const BIAS: u64 = 1023;
+    let largest = numbers.copied().fold(0.0, f64::max);
+    let exponent = (largest.to_bits() >> MANTISSA).clamp(BIAS - LARGEST, BIAS + LARGEST);
+    f64::from_bits(exponent << MANTISSA)
 }
 
 struct Bound<'a> {
