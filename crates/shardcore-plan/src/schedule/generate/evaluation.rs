@@ -56,22 +56,36 @@ impl<'a> Flow<'a> {
     fn run(mut self) -> Vec<Vec<Action>> {
         let mut programs = vec![Vec::new(); self.stages.len()];
         let mut done = Vec::with_capacity(programs.len());
+        // The ranks that something has reached, or room beyond them, since they last had nothing to do: all others still
+        // have nothing to do.
+        let mut woken: Vec<u32> = (0..self.placement.num_ranks()).collect();
+        let mut is_woken = vec![true; programs.len()];
         while self.num_left > 0 {
-            for (stages, program) in self.stages.iter().zip(&mut programs) {
+            for rank in woken.drain(..) {
+                is_woken[rank as usize] = false;
+                let stages = &self.stages[rank as usize];
                 if let Some(&stage) = stages.iter().find(|&&stage| self.waiting(stage) > 0 && self.has_room(stage)) {
-                    program.push(Action::forward(stage, self.next[stage as usize]));
+                    programs[rank as usize].push(Action::forward(stage, self.next[stage as usize]));
                     done.push(stage);
                 }
             }
             self.num_left -= done.len();
             for stage in done.drain(..) {
-                self.next[stage as usize] += 1;
-                if let Some(next) = self.placement.next(stage) {
-                    self.arrived[next as usize] += 1;
-                }
+                self.advance(stage);
+                let around = [self.placement.previous(stage), Some(stage), self.placement.next(stage)];
+                let ranks = around.into_iter().flatten().map(|stage| self.placement.rank_of(stage));
+                woken.extend(ranks.filter(|&rank| !std::mem::replace(&mut is_woken[rank as usize], true)));
             }
         }
         programs
+    }
+
+    /// Passes a micro-batch on to the next stage.
+    fn advance(&mut self, stage: u32) {
+        self.next[stage as usize] += 1;
+        if let Some(next) = self.placement.next(stage) {
+            self.arrived[next as usize] += 1;
+        }
     }
 
     /// How many micro-batches have arrived at a stage and not left it.
