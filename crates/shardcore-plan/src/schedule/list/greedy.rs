@@ -1,7 +1,7 @@
 //! List scheduling: forwards and input gradients in a given order, weight gradients where there is room.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeSet, BinaryHeap};
 
 use super::problem::{Op, OpKind, Order, Problem};
 use super::timing::{Timing, Workspace};
@@ -36,7 +36,7 @@ impl Rule {
 
 /// A time with a total order.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Time(f64);
+pub(super) struct Time(pub(super) f64);
 
 impl Eq for Time {}
 
@@ -79,7 +79,8 @@ pub(crate) fn schedule_list(
     space.reset();
     let (num_ranks, num_stages) = (problem.num_ranks, problem.num_stages());
     let (position, asleep, early) = (vec![0; num_ranks], vec![false; num_ranks], vec![0; num_stages]);
-    let mut list = List { problem, order, rule, space, position, asleep, early };
+    let waiting = vec![BTreeSet::new(); num_ranks];
+    let mut list = List { problem, order, rule, space, position, asleep, early, waiting };
     let out = list.run()?;
     Some((out, list.space.timing()))
 }
@@ -93,6 +94,8 @@ struct List<'a> {
     asleep: Vec<bool>,
     /// Per stage, how many weight gradients ran before their place in the order.
     early: Vec<usize>,
+    /// Per rank, its stages with a weight gradient to do, those with the largest stash first.
+    waiting: Vec<BTreeSet<(Reverse<Time>, usize)>>,
 }
 
 impl List<'_> {
@@ -113,6 +116,7 @@ impl List<'_> {
                     self.position[rank] += usize::from(in_order);
                     out[rank].push(Op::new(kind, self.problem.chunk_of[stage]));
                     let woken = self.space.place(self.problem, kind, stage, now).filter(|&woken| self.asleep[woken]);
+                    self.note_waiting(rank, kind, stage);
                     events.push(Reverse((Time(self.space.clock[rank]), rank)));
                     events.extend(woken.map(|woken| Reverse((Time(now), woken))));
                 }
@@ -173,9 +177,21 @@ impl List<'_> {
 
     /// Of the rank's stages with a weight gradient to do, the one whose stash is largest.
     fn waiting_weight(&self, rank: usize) -> Option<usize> {
-        let stages = self.problem.stages_of[rank].iter().copied().filter(|&stage| self.space.waits(stage));
-        let stash = &self.problem.stash;
-        stages.reduce(|best, stage| if stash[stage] > stash[best] { stage } else { best })
+        self.waiting[rank].first().map(|&(_, stage)| stage)
+    }
+
+    /// Notes whether a stage has a weight gradient to do, after an op of it.
+    fn note_waiting(&mut self, rank: usize, kind: OpKind, stage: usize) {
+        let entry = (Reverse(Time(self.problem.stash[stage])), stage);
+        match kind {
+            OpKind::InputGrad => {
+                self.waiting[rank].insert(entry);
+            }
+            OpKind::WeightGrad if !self.space.waits(stage) => {
+                self.waiting[rank].remove(&entry);
+            }
+            _ => {}
+        }
     }
 
     /// A forward has no memory: a weight gradient gives some back, or the next input gradient comes first.

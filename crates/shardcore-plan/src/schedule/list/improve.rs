@@ -306,7 +306,10 @@ impl<'a> Improver<'a> {
         };
         let arrival = self.input_of(place).map_or(0.0, |input| self.end(input));
         let floor = made_at.map_or(0, |made_at| made_at + 1);
-        let late = (floor..position).rev().take_while(|&at| self.start((rank, at)) >= arrival).last();
+        let late = (floor.max(position.saturating_sub(FARTHEST))..position)
+            .rev()
+            .take_while(|&at| self.start((rank, at)) >= arrival)
+            .last();
         let before = position - 1;
         let used_at = match self.order[rank][before].kind() {
             OpKind::Forward => grads[cell(before)],

@@ -1,5 +1,10 @@
 //! Reference patterns: when each op would run if every micro-batch repeated the one before it.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
+use super::greedy::Time;
 use super::problem::{Op, OpKind, Order, Problem};
 
 /// A building block: how far apart the ops of one micro-batch lie along its way, in units of an average op. Micro-batch
@@ -51,7 +56,6 @@ impl Pattern {
 
 /// The next op of one stage: its forwards, its backwards, or the weight gradients of those that are split.
 struct Stream {
-    time: f64,
     kind: OpKind,
     stage: usize,
     microbatch: usize,
@@ -77,22 +81,32 @@ fn merge(problem: &Problem, rank: usize, paced: bool, offsets: &[Vec<f64>; 3], i
     let stages = &problem.stages_of[rank];
     let kinds = [OpKind::InputGrad, OpKind::Forward, OpKind::WeightGrad];
     let kinds = &kinds[..if paced { 3 } else { 2 }];
-    let stream =
-        |kind: OpKind, stage: usize| Stream { time: offsets[kind as usize][stage], kind, stage, microbatch: 0 };
-    let mut streams: Vec<Stream> =
-        kinds.iter().flat_map(|&kind| stages.iter().map(move |&stage| stream(kind, stage))).collect();
+    let mut streams: Vec<Stream> = Vec::with_capacity(kinds.len() * stages.len());
+    let mut next = BinaryHeap::with_capacity(streams.capacity());
+    for &kind in kinds {
+        for &stage in stages {
+            next.push(Reverse((Time(offsets[kind as usize][stage]), streams.len())));
+            streams.push(Stream { kind, stage, microbatch: 0 });
+        }
+    }
+    let mut num_forwards = stages.len() * problem.num_microbatches;
     let mut ops = Vec::with_capacity(streams.len() * problem.num_microbatches);
-    while let Some(next) = streams.iter_mut().reduce(|first, other| if other.time < first.time { other } else { first })
-    {
-        ops.extend(next.op(problem));
-        next.time += interval;
-        next.microbatch += 1;
-        if next.microbatch == problem.num_microbatches {
-            streams.retain(|stream| stream.microbatch < problem.num_microbatches);
-            if !streams.iter().any(|stream| stream.kind == OpKind::Forward) {
-                // While the pipeline drains, weight gradients wait for gaps.
-                streams.retain(|stream| stream.kind != OpKind::WeightGrad);
-            }
+    // Of two at one time, the stream that was made first.
+    while let Some(mut first) = next.peek_mut() {
+        let Reverse((Time(time), index)) = *first;
+        let stream = &mut streams[index];
+        // While the pipeline drains, weight gradients wait for gaps.
+        if stream.kind == OpKind::WeightGrad && num_forwards == 0 {
+            PeekMut::pop(first);
+            continue;
+        }
+        ops.extend(stream.op(problem));
+        num_forwards -= usize::from(stream.kind == OpKind::Forward);
+        stream.microbatch += 1;
+        if stream.microbatch == problem.num_microbatches {
+            PeekMut::pop(first);
+        } else {
+            *first = Reverse((Time(time + interval), index));
         }
     }
     ops
