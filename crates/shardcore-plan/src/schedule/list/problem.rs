@@ -120,14 +120,31 @@ impl Problem {
         Self { num_microbatches, ..self.clone() }
     }
 
-    /// The same pipeline where a backward in one piece takes no less than a split one.
-    pub(crate) fn without_gain(&self) -> Self {
-        let mut problem = self.clone();
-        let [_, grad, weight, whole] = &mut problem.time;
-        for (whole, (grad, weight)) in whole.iter_mut().zip(grad.iter().zip(weight.iter())) {
-            *whole = whole.max(grad + weight);
-        }
-        problem
+    /// The same pipeline where a backward in one piece takes as much as a split one; `None` if it does.
+    pub(crate) fn with_plain_backward(&self) -> Option<Self> {
+        let [_, grad, weight, whole] = &self.time;
+        let sums: Vec<f64> = grad.iter().zip(weight).map(|(grad, weight)| grad + weight).collect();
+        (sums != *whole).then(|| {
+            let mut problem = self.clone();
+            problem.time[OpKind::Backward as usize] = sums;
+            problem
+        })
+    }
+
+    /// The same order with the backwards split that take longer in one piece.
+    pub(crate) fn with_dear_split(&self, order: &[Vec<Op>]) -> Order {
+        let split = |rank: usize, op: Op| {
+            let stage = self.stages_of[rank][usize::from(op.chunk())];
+            let is_dear = self.time[3][stage] > self.time[1][stage] + self.time[2][stage];
+            let kinds: &[OpKind] = match op.kind() {
+                OpKind::Backward if is_dear => &[OpKind::InputGrad, OpKind::WeightGrad],
+                _ => &[],
+            };
+            let whole = kinds.is_empty().then_some(op);
+            whole.into_iter().chain(kinds.iter().map(move |&kind| Op::new(kind, op.chunk())))
+        };
+        let of_rank = |(rank, ops): (usize, &Vec<Op>)| ops.iter().flat_map(|&op| split(rank, op)).collect();
+        order.iter().enumerate().map(of_rank).collect()
     }
 
     /// The same pipeline for list scheduling, with some backwards in one piece. It looks at the memory of

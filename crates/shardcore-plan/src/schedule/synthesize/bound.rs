@@ -46,9 +46,13 @@ fn in_units(problem: &Problem) -> (Problem, f64) {
     // A backward in one piece may be much longer than all else without ever being made.
     let unit = unit_of(forward.iter().chain(&*grad).chain(&*weight).chain(&problem.hop_before));
     for times in [forward, grad, weight, &mut problem.hop_before] {
-        times.iter_mut().for_each(|time| *time /= unit);
+        for time in times {
+            *time /= unit;
+        }
     }
-    fused.iter_mut().for_each(|time| *time = (*time / unit).min(ENDLESS));
+    for time in fused {
+        *time = (*time / unit).min(ENDLESS);
+    }
     for (rank, stages) in problem.stages_of.iter().enumerate() {
         let unit = unit_of(stages.iter().flat_map(|&stage| [&problem.activation[stage], &problem.stash[stage]]));
         for &stage in stages {

@@ -175,18 +175,21 @@ const LIST_SCHEDULING: Budget = Budget { ops: 4_000_000, orders: 2_000 };
 const LOCAL_SEARCH: Budget = Budget { ops: 10_000_000, orders: 10_000 };
 const FUSING: Budget = Budget { ops: 18_000_000, orders: 18_000 };
 
-/// The ops that a part of the search may place. Where fusing pays, half: the search without that has had as much.
+/// The ops that a part of the search may place. Where a backward in one piece takes another time than a split one, half:
+/// the search for equal times has had as much.
 fn share(budget: &Budget, problem: &Problem) -> usize {
-    if problem.any_fusing_pays() { budget.on(problem) / 2 } else { budget.on(problem) }
+    if problem.with_plain_backward().is_some() { budget.on(problem) / 2 } else { budget.on(problem) }
 }
 
 fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Candidate> {
     let goal = Goal::of(request.objective);
     let mut found = candidates(request, problem, lower_bound)?;
     let fuses = problem.any_fusing_pays();
-    if fuses {
-        found.extend(without_gain(request, problem)?);
-        found = fused(problem, goal, found);
+    if !found.iter().any(|candidate| goal.score(&candidate.timing) <= lower_bound) {
+        found.extend(at_plain_backwards(request, problem)?);
+        if fuses {
+            found = fused(problem, goal, found);
+        }
     }
     let best = found.into_iter().min_by(|a, b| goal.score(&a.timing).total_cmp(&goal.score(&b.timing)));
     // One micro-batch after another fits, with backwards in one piece where need be: `problem_of` has checked it.
@@ -207,12 +210,17 @@ fn search(request: &Request, problem: &Problem, lower_bound: f64) -> Result<Cand
     Ok(Candidate { found_by, ..best })
 }
 
-/// What is found where a backward in one piece takes no less than a split one: with the gain it is not longer.
-fn without_gain(request: &Request, problem: &Problem) -> Result<Option<Candidate>> {
-    let dear = problem.without_gain();
-    let lower_bound = bound::lower_bound(&dear, request.objective);
-    let found = search(request, &dear, lower_bound * (1.0 + 1e-12))?;
-    Ok(Workspace::new(problem).replay(problem, &found.order).map(|timing| Candidate { timing, ..found }))
+/// What is found where a backward in one piece takes as much as a split one, at the times given: as it is, and with those
+/// split that take longer, so that knowing the times never makes a schedule longer.
+fn at_plain_backwards(request: &Request, problem: &Problem) -> Result<Vec<Candidate>> {
+    let Some(plain) = problem.with_plain_backward() else { return Ok(Vec::new()) };
+    let lower_bound = bound::lower_bound(&plain, request.objective);
+    let Candidate { order, found_by, .. } = search(request, &plain, lower_bound * (1.0 + 1e-12))?;
+    let split = problem.with_dear_split(&order);
+    let mut space = Workspace::new(problem);
+    let orders = if split == order { vec![order] } else { vec![order, split] };
+    let timed = |order: Order| space.replay(problem, &order).map(|timing| Candidate { order, timing, found_by });
+    Ok(orders.into_iter().filter_map(timed).collect())
 }
 
 /// Candidates with backwards fused where nobody waits: of all those whose gradients are next to each other, and of the
