@@ -710,9 +710,10 @@ class PipelineSchedule:
         (``None``: the same).
 
         Links may be described more closely: ``latency`` of single edges ``{(sender, receiver): time}``, the size of
-        each stage's output in ``message`` with the one ``bandwidth`` of all edges (neither goes without the other),
-        ``overlap=False`` where a rank waits for each message that it sends or receives. ``composite`` scales the time
-        of a composite against the sum of its parts.
+        each stage's output in ``message`` (or of all of them) with the one ``bandwidth`` of all edges (neither goes
+        without the other), ``overlap=False`` where a rank waits for each message that it sends or receives. A message
+        is what one forward sends: with sequence slices (``seq-1f1b``) that of one slice, whereas times, activations and
+        stashes are of whole micro-batches. ``composite`` scales the time of a composite against the sum of its parts.
 
         Raises ``PlanError`` for costs that do not fit or whose sum no double can hold, and for programs that cannot go
         on.

@@ -73,6 +73,9 @@ def test_the_same_request_gives_the_same_schedule() -> None:
     [
         (lambda: plan.synthesize(2, 2, 1, 1, 1, memory_cap=0.5), "may hold 0.5 and needs 1"),
         (lambda: plan.synthesize(2, 2, 1, 1, 1, memory_cap=[2]), "one entry for each of the 2 ranks"),
+        (lambda: plan.synthesize(2, 2, 1, 1, 1, memory_cap=10**400), "number that is too large: expected at most"),
+        (lambda: plan.synthesize(2, 2, 1, 1, 1, memory_cap=[2, 10**400]), "number that is too large"),
+        (lambda: plan.pipeline_schedule("1f1b", 2, 2).check(memory_cap=10**400), "number that is too large"),
         (
             lambda: plan.synthesize(2, 2, 1, 1, 1, objective="speed"),
             'unknown objective "speed": expected one of makespan',
@@ -87,3 +90,41 @@ def test_bad_input_is_named(call: Any, text: str) -> None:
     with pytest.raises(PlanError) as caught:
         call()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("hop", [3, 10, 50])
+def test_slow_hops_are_waited_for_stage_by_stage(hop: int) -> None:
+    """No named schedule of the V placement is as short as all forwards stage by stage and then all backwards."""
+    num_ranks, num_microbatches = 4, 16
+    placement = [0, 1, 2, 3, 3, 2, 1, 0]
+    programs = [
+        [f"{stage}F{mb}" for stage in (rank, 7 - rank) for mb in range(num_microbatches)]
+        + [f"{stage}B{mb}" for stage in (7 - rank, rank) for mb in range(num_microbatches)]
+        for rank in range(num_ranks)
+    ]
+    plain = plan.PipelineSchedule(programs, placement, num_microbatches).simulate(1, 1, 1, hop=hop)
+    made = plan.synthesize(num_ranks, num_microbatches, 1, 1, 1, hop=hop, placement=placement)
+    assert made.value <= plain.makespan
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: plan.pipeline_schedule(LONG, 2, 2),
+        lambda: plan.synthesize(2, 2, 1, 1, 1, objective=LONG),
+        lambda: plan.synthesize(2, 2, 1, 1, 1, memory_cap=LONG),
+        lambda: plan.PipelineSchedule.from_torch_csv(LONG),
+        lambda: plan.PipelineSchedule([[LONG]], [0], 1),
+        lambda: plan.PipelineSchedule([["0F" + LONG]], [0], 1),
+        lambda: plan.PipelineSchedule([LONG], [0], 1),
+        lambda: plan.PipelineSchedule([["0F0", "0B0"]], [0], 1, name=LONG),
+    ],
+)
+def test_messages_show_only_the_start_of_what_was_given(call: Any) -> None:
+    with pytest.raises((PlanError, TypeError)) as caught:
+        call()
+    assert len(str(caught.value)) < 600
+    assert "..." in str(caught.value)

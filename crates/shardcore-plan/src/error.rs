@@ -262,7 +262,7 @@ impl PlanError {
     pub fn unknown_name(what: &'static str, name: &str, known: &[&str]) -> Self {
         let guess = nearest(name, known.iter().copied());
         let guess = guess.map_or(String::new(), |guess| format!("; did you mean {guess:?}?"));
-        Self::UnknownName { what, name: name.to_owned(), known: known.join(", "), guess }
+        Self::UnknownName { what, name: shortened(name), known: known.join(", "), guess }
     }
 
     /// The same error, with the name of the parameter in front.
@@ -285,6 +285,13 @@ impl std::fmt::Display for Kind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}", if self.trainable { "trainable" } else { "frozen" }, self.dtype)
     }
+}
+
+/// The start of a text that was given, for messages.
+pub(crate) fn shortened(text: &str) -> String {
+    let mut letters = text.chars();
+    let start: String = letters.by_ref().take(40).collect();
+    if letters.next().is_some() { format!("{start}...") } else { start }
 }
 
 fn dtype_names() -> String {

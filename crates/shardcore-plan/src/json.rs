@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::diff::first_difference;
 use crate::dtype::Dtype;
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, shortened};
 use crate::layout::{Entry, FlatLayout, Param, Sharding};
 use crate::shard_plan::{Group, ShardPlan, Unit};
 
@@ -146,7 +146,9 @@ pub(crate) fn read<'a, D: Deserialize<'a>>(text: &'a str, format: &str) -> Resul
     }
     let header: Header = serde_json::from_str(text).map_err(bad_document)?;
     if header.format != format {
-        return Err(PlanError::BadDocument { reason: format!("expected format {format:?}, got {:?}", header.format) });
+        return Err(PlanError::BadDocument {
+            reason: format!("expected format {format:?}, got {:?}", shortened(&header.format)),
+        });
     }
     serde_json::from_str(text).map_err(bad_document)
 }

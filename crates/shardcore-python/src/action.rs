@@ -9,7 +9,7 @@ use shardcore_plan::PlanError;
 use shardcore_plan::schedule::{Action, ActionKind};
 
 use crate::error::CoreError;
-use crate::numbers::Whole;
+use crate::numbers::{Whole, quoted, shortened};
 
 /// One thing a rank does: what, with which stage, for which micro-batch. ``str(action)`` reads ``"2F0"``.
 ///
@@ -124,7 +124,8 @@ impl<'py> FromPyObject<'_, 'py> for Programs {
 fn program(rank: usize, actions: &Bound<'_, PyAny>) -> PyResult<Vec<Action>> {
     let refused = || {
         PyTypeError::new_err(format!(
-            "rank {rank}: a program is a list of actions or of their texts such as [\"2F0\"], got {actions:?}"
+            "rank {rank}: a program is a list of actions or of their texts such as [\"2F0\"], got {}",
+            shortened(actions)
         ))
     };
     if actions.is_instance_of::<PyString>() {
@@ -140,13 +141,13 @@ fn action(rank: usize, position: usize, given: &Bound<'_, PyAny>) -> PyResult<Ac
     }
     let Ok(text) = given.extract::<&str>() else {
         return Err(PyTypeError::new_err(format!(
-            "rank {rank}, position {position}: a program is a list of actions or of their texts such as \"2F0\", got \
-             {given:?}"
+            "rank {rank}, position {position}: a program is a list of actions or of their texts such as \"2F0\", got {}",
+            shortened(given)
         )));
     };
     let placed = |error| match error {
         PlanError::BadScheduleText { reason, .. } => {
-            let action = format!("{text:?}");
+            let action = quoted(text);
             let bare = reason.strip_prefix(&format!("{action}: ")).map(str::to_owned);
             PlanError::BadAction { rank, position, action, reason: bare.unwrap_or(reason) }
         }

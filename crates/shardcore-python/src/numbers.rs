@@ -80,14 +80,22 @@ pub(crate) fn too_large() -> PyErr {
 
 /// What an argument of another type is told; its name is added where it is read.
 pub(crate) fn wrong(expected: &str, object: Borrowed<'_, '_, PyAny>) -> PyErr {
-    PyTypeError::new_err(format!("expected {expected}, got {}", shortened(&object.to_owned())))
+    PyTypeError::new_err(format!("expected {expected}, got {}", shortened(&object)))
 }
 
 /// The start of what an object is written as, for messages.
-fn shortened(object: &Bound<'_, PyAny>) -> String {
-    let text = format!("{object:?}");
+pub(crate) fn shortened(object: &Bound<'_, PyAny>) -> String {
+    start(&format!("{object:?}"), 80)
+}
+
+/// The start of a text that was given, in quotes, for messages.
+pub(crate) fn quoted(text: &str) -> String {
+    format!("{:?}", start(text, 40))
+}
+
+fn start(text: &str, most: usize) -> String {
     let mut letters = text.chars();
-    let start: String = letters.by_ref().take(80).collect();
+    let start: String = letters.by_ref().take(most).collect();
     if letters.next().is_some() { format!("{start}...") } else { start }
 }
 

@@ -12,7 +12,7 @@ use shardcore_plan::schedule::simulate::Network;
 use shardcore_plan::schedule::{Amount, CostSpec, Lowering, OptimizerStep, ReduceTiming};
 
 use crate::error::CoreError;
-use crate::numbers::{Number, Whole, fit_all, too_large, wrong};
+use crate::numbers::{Number, Whole, fit_all, quoted, shortened, too_large, wrong};
 
 /// A number of ranks, micro-batches or chunks: what does not fit is refused by the planner's own error.
 pub(crate) fn count(value: Whole, error: fn(i128) -> PlanError) -> Result<u32, CoreError> {
@@ -140,8 +140,8 @@ impl<'py> FromPyObject<'_, 'py> for PyCosts {
 
 fn wrong_costs(object: Borrowed<'_, '_, PyAny>) -> PyErr {
     PyTypeError::new_err(format!(
-        "costs are (forward, input_grad, weight_grad) or with hop as a fourth, or a mapping of those names, got {:?}",
-        object.to_owned()
+        "costs are (forward, input_grad, weight_grad) or with hop as a fourth, or a mapping of those names, got {}",
+        shortened(&object)
     ))
 }
 
@@ -158,7 +158,8 @@ fn set(spec: &mut CostSpec, key: &str, value: &Bound<'_, PyAny>) -> PyResult<()>
         "stash" => spec.stash = optional(value)?,
         _ => {
             return Err(PyTypeError::new_err(format!(
-                "unknown cost {key:?}: expected forward, input_grad, weight_grad, fused_backward, hop, activation or stash"
+                "unknown cost {}: expected forward, input_grad, weight_grad, fused_backward, hop, activation or stash",
+                quoted(key)
             )));
         }
     }
@@ -272,14 +273,15 @@ impl<'py> FromPyObject<'_, 'py> for PyLowering {
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let defaults = lowering_dict(object.py(), &Lowering::default())?;
         let items = object.call_method0("items").map_err(|_| {
-            PyTypeError::new_err(format!("a lowering is a mapping of what lower takes, got {:?}", object.to_owned()))
+            PyTypeError::new_err(format!("a lowering is a mapping of what lower takes, got {}", shortened(&object)))
         })?;
         for item in items.try_iter()? {
             let (key, value): (String, Bound<'py, PyAny>) = item?.extract()?;
             if !defaults.contains(&key)? {
                 let known: Vec<String> = defaults.keys().extract()?;
                 return Err(PyTypeError::new_err(format!(
-                    "unknown option {key:?} of a lowering: expected {}",
+                    "unknown option {} of a lowering: expected {}",
+                    quoted(&key),
                     known.join(", ")
                 )));
             }

@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 #[cfg(feature = "stubs")]
 use pyo3::{inspect::PyStaticExpr, type_hint_identifier, type_hint_subscript, type_hint_union};
@@ -14,7 +14,7 @@ use shardcore_plan::schedule::{Objective, Placement, Schedule};
 
 use crate::error::CoreError;
 use crate::gil;
-use crate::numbers::{Number, Whole};
+use crate::numbers::{Number, Whole, shortened, too_large};
 use crate::schedule::PyPipelineSchedule;
 use crate::schedule_args::{PyAmount, cost_spec, count, ranks};
 
@@ -132,13 +132,20 @@ impl<'py> FromPyObject<'_, 'py> for Cap {
     );
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(cap) = object.extract() {
-            return Ok(Self::All(cap));
+        let is_overflow = |error: &PyErr| error.is_instance_of::<PyOverflowError>(object.py());
+        match object.extract() {
+            Ok(cap) => return Ok(Self::All(cap)),
+            Err(error) if is_overflow(&error) => return Err(too_large()),
+            Err(_) => {}
         }
-        let per_rank = object.extract().map(Self::PerRank);
-        per_rank.map_err(|_| {
-            PyTypeError::new_err(format!("memory_cap is a number, or a list with one for each rank, got {object:?}"))
-        })
+        match object.extract() {
+            Ok(caps) => Ok(Self::PerRank(caps)),
+            Err(error) if is_overflow(&error) => Err(too_large()),
+            Err(_) => Err(PyTypeError::new_err(format!(
+                "memory_cap is a number, or a list with one for each rank, got {}",
+                shortened(&object)
+            ))),
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, shortened};
 
 /// More layers than any model has: a slip of the pen in a repeat count must not fill the memory.
 const MAX_LAYERS: usize = 1 << 20;
@@ -52,7 +52,7 @@ impl LayerKind {
     pub fn parse(name: &str) -> Result<Self> {
         let known = Self::ALL.iter().find(|(.., known)| *known == name);
         known.map(|(kind, ..)| *kind).ok_or_else(|| PlanError::BadLayout {
-            reason: format!("unknown layer {name:?}: expected embedding, decoder, mtp or loss"),
+            reason: format!("unknown layer {:?}: expected embedding, decoder, mtp or loss", shortened(name)),
         })
     }
 

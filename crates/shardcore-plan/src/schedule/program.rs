@@ -6,7 +6,7 @@ use super::action::{Action, ActionKind};
 use super::lower::Lowering;
 use super::named::named;
 use super::placement::Placement;
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, shortened};
 
 /// How messages between two ranks may be delivered, from the most forgiving to the strictest; a program that is right
 /// under one is right under all before it.
@@ -96,7 +96,7 @@ impl Header {
     pub(crate) fn check(&self) -> Result<()> {
         let allowed = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
         if self.name.is_empty() || self.name.len() > 100 || !self.name.chars().all(allowed) {
-            return Err(PlanError::BadScheduleName { name: self.name.clone() });
+            return Err(PlanError::BadScheduleName { name: shortened(&self.name) });
         }
         if self.num_microbatches == 0 {
             return Err(PlanError::num_microbatches(self.num_microbatches));
@@ -119,7 +119,7 @@ impl Header {
 }
 
 /// More micro-batches than any step has; keeps every product of counts far from overflow.
-const MAX_UNITS: u32 = 1 << 24;
+pub(super) const MAX_UNITS: u32 = 1 << 24;
 
 /// The most forwards in a step: 64 times those of 1,024 ranks with 4,096 micro-batches.
 const MAX_FORWARDS: u64 = 1 << 28;

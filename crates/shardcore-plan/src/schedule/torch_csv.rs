@@ -15,8 +15,8 @@ use super::format::split_number;
 use super::lower::{Lowering, with_slots};
 use super::named::nearest;
 use super::placement::Placement;
-use super::program::{Gating, Header, Schedule};
-use crate::error::{PlanError, Result};
+use super::program::{Gating, Header, MAX_UNITS, Schedule};
+use crate::error::{PlanError, Result, shortened};
 
 const OVERLAP: &str = "OVERLAP_F_B";
 const REDUCE: &str = "REDUCE_GRAD";
@@ -185,7 +185,9 @@ impl File {
 
     fn read_composite(&mut self, place: Place, text: &str, program: &mut Vec<Action>) -> Result<()> {
         let Some(parts) = text.strip_prefix('(').and_then(|text| text.strip_suffix(OVERLAP)?.strip_suffix(')')) else {
-            return Err(place.wrong(format!("{text:?} is no composite: expected (action;action){OVERLAP}")));
+            return Err(
+                place.wrong(format!("{:?} is no composite: expected (action;action){OVERLAP}", shortened(text)))
+            );
         };
         let mut column = place.column + 1;
         let first = program.len();
@@ -212,7 +214,10 @@ impl File {
     /// Learns from an action where its stage is, and how many micro-batches there are.
     fn note(&mut self, place: Place, action: Action) -> Result<()> {
         self.lowered |= !action.kind.is_compute();
-        self.num_microbatches = self.num_microbatches.max(action.microbatch.saturating_add(1));
+        if action.microbatch >= MAX_UNITS {
+            return Err(place.wrong(format!("{action} is for micro-batch {}: expected below 2^24", action.microbatch)));
+        }
+        self.num_microbatches = self.num_microbatches.max(action.microbatch + 1);
         let Ok(rank) = u32::try_from(self.programs.len()) else {
             return Err(place.wrong("too many ranks"));
         };
@@ -262,7 +267,7 @@ impl Place {
 }
 
 fn parse(place: Place, text: &str) -> Result<Cell> {
-    let wrong = |reason: &str| place.wrong(format!("{text:?} is no action: {reason}"));
+    let wrong = |reason: &str| place.wrong(format!("{:?} is no action: {reason}", shortened(text)));
     let form = "expected a stage, a kind and a micro-batch, such as 2F0, numbers without leading zeros";
     let (stage, rest) = split_number(text).ok_or_else(|| wrong(form))?;
     let (name, microbatch) = rest.split_at(rest.trim_end_matches(|letter: char| letter.is_ascii_digit()).len());

@@ -142,6 +142,27 @@ fn composites_read_back() {
     assert_eq!(Schedule::from_json(&schedule.to_json()), Ok(schedule));
 }
 
+/// A derived reader takes the values of an object as a list too.
+#[test]
+fn lists_in_place_of_objects_are_refused() {
+    let json = small().lower(&Lowering::default()).unwrap().to_json();
+    let start = json.find(r#""lowering":{"#).unwrap() + r#""lowering":"#.len();
+    let end = start + json[start..].find('}').unwrap() + 1;
+    let list = format!(r#"{}[null,"once","absent",[],2,2]{}"#, &json[..start], &json[end..]);
+    let error = Schedule::from_json(&list).unwrap_err().to_string();
+    assert!(error.contains("invalid type: sequence, expected an object"), "{error}");
+}
+
+/// So many micro-batches that a schedule has none, in the cell that says so.
+#[test]
+fn micro_batches_out_of_range_are_named_by_line_and_column() {
+    for number in ["16777216", "4294967295"] {
+        let text = format!("0F0,0F{number},0B0\r\n");
+        let error = Schedule::from_torch_csv("mine", &text).unwrap_err().to_string();
+        assert!(error.contains("line 1, column 5") && error.contains(number), "{error}");
+    }
+}
+
 /// A parser elsewhere read "1F2 1B2" as one action and dropped the rest.
 #[test]
 fn two_actions_are_never_one() {

@@ -196,6 +196,23 @@ fn a_cheaper_fused_backward_never_makes_a_schedule_longer() {
     }
 }
 
+/// Times of whole backwards that are longer on some stages, or on all: what is found without them is no longer.
+#[test]
+fn a_dearer_fused_backward_never_makes_a_schedule_longer() {
+    let mut dice = Dice::new(16);
+    for _ in 0..cases(20, 1_000) {
+        let (request, cap) = any_request(&mut dice);
+        let costs = CostSpec { fused_backward: None, ..request.costs.clone() };
+        let split = Costs::new(&costs, &request.placement, 1).unwrap();
+        let sums = split.input_grad.iter().zip(&split.weight_grad).map(|(input, weight)| input + weight);
+        let fused = sums.map(|sum| sum * (0.9 + 0.6 * dice.unit())).collect::<Vec<f64>>();
+        let plain = Request { costs: costs.clone(), ..request.clone() };
+        let dearer = Request { costs: CostSpec { fused_backward: Some(fused.into()), ..costs }, ..request };
+        let (plain, dearer) = (synthesize(&plain).unwrap(), verified(&dearer, cap));
+        assert!(dearer.value <= plain.value * (1.0 + 1e-9), "{} > {}", dearer.value, plain.value);
+    }
+}
+
 /// All backwards split, or all fused, is far from the best: weight gradients fill the gaps, and where there are none,
 /// backwards are in one piece.
 #[test]

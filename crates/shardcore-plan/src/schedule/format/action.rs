@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, shortened};
 use crate::schedule::action::{Action, ActionKind};
 
 /// `2F0` is the forward of stage 2 for micro-batch 0; `0F3@1` uses receive slot 1; `4OPTIM` has no micro-batch; `0F3&`
@@ -54,26 +54,30 @@ pub(super) fn parse_composite(text: &str, program: &mut Vec<Action>) -> Result<(
 
 /// Reads one action without its `&`.
 fn parse(text: &str) -> Result<Action, String> {
-    let expected = || format!("expected an action such as 2F0, got {text:?}");
+    let whole = || shortened(text);
+    let expected = || format!("expected an action such as 2F0, got {:?}", whole());
     let (stage, rest) = split_number(text).ok_or_else(expected)?;
     let letters = rest.find(|letter: char| !(letter.is_ascii_alphabetic() || letter == '_')).unwrap_or(rest.len());
     let (name, mut rest) = rest.split_at(letters);
-    let kind = ActionKind::from_name(name).map_err(|error| format!("{text:?}: {error}"))?;
+    let kind = ActionKind::from_name(name).map_err(|error| format!("{:?}: {error}", whole()))?;
     let mut action = Action::new(kind, stage, 0);
     if kind.has_microbatch() {
-        let missing = || format!("{text:?}: expected a micro-batch behind {kind}, without leading zeros");
+        let missing = || format!("{:?}: expected a micro-batch behind {kind}, without leading zeros", whole());
         (action.microbatch, rest) = split_number(rest).ok_or_else(missing)?;
     }
     if let Some(slot) = rest.strip_prefix('@') {
         if !kind.has_slot() {
-            return Err(format!("{text:?}: {kind} has no slot: only receives, F, B and I have one"));
+            return Err(format!("{:?}: {kind} has no slot: only receives, F, B and I have one", whole()));
         }
-        let (number, end) = split_number(slot).ok_or_else(|| format!("{text:?}: expected a slot behind @"))?;
+        let (number, end) = split_number(slot).ok_or_else(|| format!("{:?}: expected a slot behind @", whole()))?;
         let slot = u16::try_from(number).ok().filter(|&slot| slot != 0);
-        action.slot = slot.ok_or_else(|| format!("{text:?}: a slot behind @ is 1 to 65535, got {number}"))?;
+        action.slot = slot.ok_or_else(|| format!("{:?}: a slot behind @ is 1 to 65535, got {number}", whole()))?;
         rest = end;
     }
-    if rest.is_empty() { Ok(action) } else { Err(format!("{text:?}: {rest:?} is left behind the action")) }
+    if rest.is_empty() {
+        return Ok(action);
+    }
+    Err(format!("{:?}: {:?} is left behind the action", whole(), shortened(rest)))
 }
 
 /// The number at the start of a text, in its one way of writing, and what follows.

@@ -1,7 +1,11 @@
 //! The JSON form: the same header and actions as the text form.
 
 use std::borrow::Cow;
+use std::fmt;
+use std::marker::PhantomData;
 
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::SCHEDULE_FORMAT;
@@ -27,7 +31,7 @@ struct Document<'a, P> {
     placement: Cow<'a, [u32]>,
     gating: Cow<'a, str>,
     comm: Cow<'a, str>,
-    lowering: Option<LoweringDocument<'a>>,
+    lowering: Option<Keyed<LoweringDocument<'a>>>,
     programs: P,
 }
 
@@ -40,6 +44,31 @@ struct LoweringDocument<'a> {
     tied: Cow<'a, [Vec<u32>]>,
     receives_ahead: u32,
     max_unsharded: u32,
+}
+
+/// An object with named fields, never a list of their values, which a derived reader would take too.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Keyed<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Keyed<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(KeyedVisitor(PhantomData))
+    }
+}
+
+struct KeyedVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for KeyedVisitor<T> {
+    type Value = Keyed<T>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
+        formatter.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(map)).map(Keyed)
+    }
 }
 
 /// Writes each composite as a string, without a copy of the programs in between.
@@ -76,7 +105,7 @@ impl Schedule {
             placement: header.placement.ranks().into(),
             gating: header.gating.name().into(),
             comm: header.comm.name().into(),
-            lowering: self.lowering().map(LoweringDocument::of),
+            lowering: self.lowering().map(|lowering| Keyed(LoweringDocument::of(lowering))),
             programs: Programs(self.programs()),
         })
     }
@@ -87,7 +116,7 @@ impl Schedule {
     /// [`PlanError::BadDocument`] if the text is no such document or contradicts itself, and those of
     /// [`Schedule::new`].
     pub fn from_json(text: &str) -> Result<Self> {
-        let document: Document<Vec<Vec<Cow<str>>>> = read(text, SCHEDULE_FORMAT)?;
+        let Keyed(document): Keyed<Document<Vec<Vec<Cow<str>>>>> = read(text, SCHEDULE_FORMAT)?;
         let placement = Placement::new(document.placement.into_owned(), document.num_chains)?;
         let stated = [document.num_ranks, document.num_chunks];
         let placed = [placement.num_ranks(), placement.num_chunks()];
@@ -107,7 +136,7 @@ impl Schedule {
         let programs = programs.collect::<Result<_>>()?;
         match document.lowering {
             None => Self::new(header, programs),
-            Some(lowering) => Self::new_lowered(header, programs, lowering.into_lowering()?),
+            Some(Keyed(lowering)) => Self::new_lowered(header, programs, lowering.into_lowering()?),
         }
     }
 }

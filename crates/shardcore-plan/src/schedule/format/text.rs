@@ -23,7 +23,7 @@ use std::fmt::Write as _;
 
 use super::SCHEDULE_FORMAT;
 use super::action::{parse_composite, split_number};
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, shortened};
 use crate::schedule::action::Action;
 use crate::schedule::lower::{Lowering, OptimizerStep, ReduceTiming};
 use crate::schedule::placement::Placement;
@@ -276,11 +276,4 @@ impl<'a> Reader<'a> {
             Some(line) => Err(self.error(0, format!("expected the end, got {:?}", shortened(line)))),
         }
     }
-}
-
-/// The start of a text, for messages.
-fn shortened(text: &str) -> String {
-    let mut letters = text.chars();
-    let start: String = letters.by_ref().take(40).collect();
-    if letters.next().is_some() { format!("{start}...") } else { start }
 }
