@@ -553,8 +553,8 @@ class PipelineSchedule:
         ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
         queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
         computations is posted together; a schedule cannot declare that, only be checked for it). Instead, ``capacity``
-        bounds the messages under way on a directed edge. A schedule that is not lowered is lowered for that. ``None``
-        is what the schedule declares.
+        bounds the messages of a directed edge that have not met their receive (0: the sender waits for each). A schedule
+        that is not lowered is lowered for that. ``None`` is what the schedule declares.
 
         With ``memory_cap`` no rank may hold more than that (a list: each rank), where ``activation`` and ``stash`` are
         as in ``simulate``.
@@ -591,6 +591,8 @@ class PipelineSchedule:
     def from_torch_csv(cls, /, text: str, *, name: str = "torch") -> PipelineSchedule:
         """
         Reads the CSV of ``torch.distributed.pipelining``, with or without communication.
+
+        Torch runs the parts of an overlapped pair one after the other, so the schedule has ``gating`` ``"own"``.
 
         Raises ``PlanError`` naming the line and column of the first fault.
         """
@@ -695,7 +697,7 @@ class PipelineSchedule:
         *,
         fused_backward: float | Iterable[float] | None = None,
         latency: dict[tuple[SupportsIndex, SupportsIndex], SupportsFloat | SupportsIndex] | None = None,
-        message: SupportsGetItem[int, SupportsFloat | SupportsIndex] | None = None,
+        message: float | Iterable[float] | None = None,
         bandwidth: SupportsFloat | SupportsIndex | None = None,
         overlap: bool = True,
         composite: SupportsFloat | SupportsIndex = ...,

@@ -202,9 +202,10 @@ joined computations take.
 
 `plan.synthesize` makes a schedule for times and sizes that you have measured or guessed: each a number for all ranks or
 a list with one for each stage, with the latency of a hop and the most that a rank may hold. It tries every named
-schedule of the placement, list scheduling and a local search, so it is never worse than a named schedule under the same
-cap; says by how much no schedule can be better; and gives the same on every machine. Where latencies count or stages
-differ, it gains a few per cent on ZB-H1 in the same memory. After a profile, call it again.
+schedule of the placement, all forwards stage by stage with all backwards behind them (`breadth-first` in `found_by`:
+good for slow hops), list scheduling and a local search, so it is never worse than a named schedule under the same cap;
+says by how much no schedule can be better; and gives the same on every machine. Where latencies count or stages differ,
+it gains a few per cent on ZB-H1 in the same memory. After a profile, call it again.
 
 ```python
 from shardcore import plan
