@@ -553,7 +553,7 @@ class PipelineSchedule:
         ``"directed"`` (one channel per directed edge), ``"pair-fifo"`` (one per pair of ranks), ``"one-fifo"`` (one
         queue per rank), ``"blocking"`` (each message waits for its partner), or ``"batched"`` (what stands between two
         computations is posted together; a schedule cannot declare that, only be checked for it). Instead, ``capacity``
-        bounds the messages of a directed edge that have not met their receive (0: the sender waits for each). A schedule
+        bounds the messages of an edge that have not met their receive (0: the sender waits for each). A schedule
         that is not lowered is lowered for that. ``None`` is what the schedule declares.
 
         With ``memory_cap`` no rank may hold more than that (a list: each rank), where ``activation`` and ``stash`` are
