@@ -186,9 +186,12 @@ Without `lowering`, as in a file of torch's, the options are those that the acti
 An action is written as its stage, its kind and its micro-batch: `2F0`, `3SEND_B1`, a receive with the stage that
 receives. Its kind is `F`, `B` (a whole backward), `I` and `W` (its input and weight gradient), `SEND_F`, `RECV_F`,
 `SEND_B` or `RECV_B`; and without a micro-batch `UNSHARD`, `RESHARD`, `REDUCE`, `TIED_REDUCE` or `OPTIM`. `@1` behind a
-receive, and behind what reads it, is the slot that it fills, if not the first; `&` joins two computations into one
-(`0F3&1B2`). `schedule.to_text()` writes a whole schedule like that, and `from_text` reads exactly what it wrote: one
-space, one `\n` at each end of a line and none left over.
+receive, and behind what reads it, is the slot that it fills, if not the first; `&` behind a computation joins it with
+the next one (`["0F3&", "1B2"]`). `schedule.to_text()` writes a whole schedule like that, joined ones as `0F3&1B2`, and
+`from_text` reads exactly what it wrote: one space between actions, a line feed behind every line, nothing else.
+
+With slow hops the receives that `lower()` posts ahead (2 of a stage and direction, or as many as the programs need) may
+be too few to cover them: simulate the lowered schedule as well, and raise `receives_ahead` where it takes longer.
 
 `check(comm=...)` and `simulate` take links as they are. The ways to deliver messages, from the most forgiving: with
 `"buffered"` a send never waits; with `"directed"`, `"pair-fifo"` and `"one-fifo"` messages queue for each direction of
