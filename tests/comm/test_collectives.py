@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -200,6 +201,25 @@ def test_a_rank_that_waits_long_says_for_whom() -> None:
         logging.getLogger("shardcore").removeHandler(said)
     told = [line for line in said.lines if "for ranks [1] in collective" in line and "'all-reduce late [3]'" in line]
     assert len(told) == (axis.rank != 1), said.lines
+
+
+@spmd(world=2)
+def test_a_collective_that_ends_just_as_a_wait_for_it_gives_up_is_complete() -> None:
+    class Work:
+        waits = 0
+
+        def wait(self, timeout: timedelta = timedelta.max) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+            return True
+
+        def is_completed(self) -> bool:
+            return self.waits > 0
+
+    work = Work()
+    watch.wait(work, watch.record(sc.Mesh()["dp"], "all-reduce", "late", 3))
+    assert work.waits == 2
 
 
 class Said(logging.Handler):

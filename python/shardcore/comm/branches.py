@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from shardcore import _torch_private as private
-from shardcore.comm import watch
+from shardcore.comm import circles, watch
 from shardcore.comm.agree import exchange, max_over_ranks
 from shardcore.errors import RankMismatchError
 from shardcore.mesh import Axis
@@ -131,7 +131,7 @@ def all_enter(axis: Axis, label: str) -> bool:
         return True
     entry, key = watch.upcoming(axis, label), axis.key
     # A rank may be one collective ahead of the others, so the last two are told.
-    last_two = [*list(b.history.get(key, ()))[-1:], (entry.sequence, label)]
+    last_two = [*list(b.history[key])[-1:], (entry.sequence, label)]
     b.store.set(watch.key_of(b, f"next/{key}/{b.rank}"), json.dumps(last_two))
     waiting = [rank for rank in axis.ranks if rank != b.rank]
     began = noted = time.monotonic()
@@ -140,6 +140,7 @@ def all_enter(axis: Axis, label: str) -> bool:
         if time.monotonic() - noted > watch.PATIENCE_S:
             noted = time.monotonic()
             watch.look_around(entry)
+            circles.look(entry)
             watch.raise_gone(b, entry)
             if watch.published(b, axis, "parted"):
                 return False
@@ -170,7 +171,7 @@ def part(axis: Axis, want: str = "") -> None:
         RankFailedError: a rank has failed.
     """
     b, state = watch.board(), branches_of(axis)
-    entered = dict(b.history.get(axis.key, ()))
+    entered = dict(b.history[axis.key])
     everyone = {b.rank: entered} | _tell_all(axis, entered)
     for rank, theirs in everyone.items():
         difference = watch.first_difference(entered, theirs)
@@ -245,8 +246,9 @@ def _first_needed(axis: Axis, state: Branches, label: str) -> str | None:
     return None
 
 
-def _follow(axis: Axis) -> None:
+def _follow(entry: watch.Entry) -> None:
     """If other ranks have parted while this one waited, part with them."""
+    axis = entry.axis
     if not branches_of(axis).are_apart and watch.published(watch.board(), axis, "parted"):
         part(axis)
 

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class _Board:
     """What this rank has told of its own failure."""
     pid: int = field(default_factory=os.getpid)
     sequence: dict[str, int] = field(default_factory=dict)
-    history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+    history: dict[str, deque[tuple[int, str]]] = field(default_factory=lambda: defaultdict(_new_history))
     links: dict[str, HostLink | None] = field(default_factory=dict)
     """Per axis: how its ranks read each other's memory, if they may."""
     unfinished: Unfinished | None = None
@@ -83,6 +83,8 @@ class _Board:
     """Called with each collective before it is entered, once ranks have parted somewhere."""
     branches: dict[str, Any] = field(default_factory=dict)
     """Per axis, its :class:`shardcore.comm.branches.Branches`."""
+    circles: Any = None
+    """Its :class:`shardcore.comm.circles.Circles`, once it has waited for a while."""
     num_partings: int = 0
     waits_at: tuple[str, int] | None = None
     """The collective that this rank waits for, by its axis and number."""
@@ -90,8 +92,12 @@ class _Board:
     """On the monotonic clock; infinite once it has been told."""
 
 
+def _new_history() -> deque[tuple[int, str]]:
+    return deque(maxlen=_HISTORY)
+
+
 _board: _Board | None = None
-_followers: list[Callable[[Axis], None]] = []
+_followers: list[Callable[[Entry], None]] = []
 _excepthook = sys.excepthook
 
 
@@ -124,10 +130,7 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     key = axis.key
     sequence = b.sequence.get(key, 0)
     b.sequence[key] = sequence + 1
-    history = b.history.get(key)
-    if history is None:
-        history = b.history[key] = deque(maxlen=_HISTORY)
-    history.append((sequence, label))
+    b.history[key].append((sequence, label))
     # Without the size: data-parallel ranks may read batches of other shapes, and so exchange other activations.
     b.digest = zlib.crc32(f"{operation} {unit}\n".encode(), b.digest)
     return Entry(axis, sequence, label, on_cuda)
@@ -170,8 +173,8 @@ class Waitable(Protocol):
         """Whether it has ended, well or not."""
 
 
-def on_silence(notice: Callable[[Axis], None]) -> None:
-    """Call ``notice`` with an axis along which this rank has waited for a while, again and again."""
+def on_silence(notice: Callable[[Entry], None]) -> None:
+    """Call ``notice`` with a collective in which this rank has waited for a while, again and again."""
     _followers.append(notice)
 
 
@@ -185,17 +188,18 @@ def wait(work: Waitable, entry: Entry) -> None:
     if entry.on_cuda:
         work.wait()
         return
-    deadline = time.monotonic() + timeout_s()
+    deadline, has_ended = time.monotonic() + timeout_s(), False
     while True:
         try:
             work.wait(timedelta(seconds=PATIENCE_S))
             return
         except RuntimeError as error:
-            if work.is_completed() or "timed out" not in str(error).lower():
+            if has_ended or "timed out" not in str(error).lower():
                 raise_lost_connection(entry, error)
+        has_ended = work.is_completed()  # well or not, which the next wait tells
         look_around(entry)
         for notice in _followers:
-            notice(entry.axis)
+            notice(entry)
         if time.monotonic() > deadline:
             raise RankMismatchError(f"{where(entry)}: no answer within {timeout_s():.0f} s. {_absent(entry)}")
 
@@ -260,10 +264,10 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
     key = axis.key
     store = b.store
     if store is not None:
-        store.set(key_of(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history.get(key, ()))))
+        store.set(key_of(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history[key])))
         store.wait([key_of(b, f"at/{key}/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
         for rank, theirs in published(b, axis).items():
-            difference = first_difference(dict(b.history.get(key, ())), theirs)
+            difference = first_difference(dict(b.history[key]), theirs)
             if difference is not None:
                 raise RankMismatchError(
                     f"ranks used different units in this step, and their data were mixed: at number {difference[0]} "

@@ -139,8 +139,7 @@ class _GradientHooks:
     def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
         index = slot.index
         # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook
-        # that
-        # held its model would keep it for ever.
+        # that held its model would keep it for ever.
         hooks = weakref.ref(self)
 
         @private.not_traced
