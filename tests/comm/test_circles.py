@@ -1,4 +1,4 @@
-"""Ranks that wait for one another along several axes: an error on each where nothing can wake them, and nowhere else."""
+"""Ranks that wait for one another along several axes: an error on each where nothing can wake them, nowhere else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ AROUND = {0: wait_of("01", (0, 1)), 1: wait_of("13", (1, 3)), 3: wait_of("23", (
 def test_a_circle_over_two_axes_is_found_by_each_of_its_ranks() -> None:
     for rank in range(4):
         assert closed_circle(AROUND, rank) == AROUND
-    assert describe(AROUND, 0).startswith("rank 0 waits for ranks [1] in collective number 0 of axis '01'; rank 1 waits")
+    assert describe(AROUND, 0).startswith(
+        "rank 0 waits for ranks [1] in collective number 0 of axis '01'; rank 1 waits"
+    )
 
 
 def test_ranks_behind_a_circle_are_in_it_and_those_before_it_are_not() -> None:
@@ -80,8 +82,9 @@ def test_a_program_that_all_ranks_run_is_never_a_circle(data: st.DataObject) -> 
     assert all(closed_circle(waits, rank) == {} for rank in waits)
 
 
-def enter(axis: Axis, what: str) -> None:
-    comm.all_reduce(torch.ones(3), axis, what).wait()
+def enter_both(first: Axis, second: Axis) -> None:
+    for axis in (first, second):
+        comm.all_reduce(torch.ones(3), axis, "something").wait()
 
 
 @spmd(world=4)
@@ -91,8 +94,7 @@ def test_every_rank_of_a_circle_raises_within_seconds(world: int) -> None:
     start = time.monotonic()
     # A rank whose look comes late learns it from one that has raised.
     with pytest.raises((RankMismatchError, RankFailedError), match=r"in a circle.*rank \d waits for ranks \[\d\] in"):
-        enter(mesh[first], "something")
-        enter(mesh[second], "something else")
+        enter_both(mesh[first], mesh[second])
     assert time.monotonic() - start < 10
 
 
@@ -101,5 +103,4 @@ def test_ranks_that_wait_for_a_slow_one_along_two_axes_go_on(world: int) -> None
     mesh = sc.Mesh(device="cpu", replicate=2)
     if mesh.rank == 3:
         time.sleep(5)
-    enter(mesh["replicate"], "first")
-    enter(mesh["shard"], "second")
+    enter_both(mesh["replicate"], mesh["shard"])

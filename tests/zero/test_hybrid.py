@@ -16,7 +16,7 @@ from torch import nn
 import shardcore as sc
 from compose.test_twins import compare
 from shardcore.errors import ConfigError, RankMismatchError
-from shardcore.testing import run_spmd, spmd, tensor_bytes
+from shardcore.testing import SpmdError, run_spmd, spmd, tensor_bytes
 from shardcore.testing.twin import assert_bitwise, assert_close_trees
 from zero.following import rows
 from zero.models import Block
@@ -223,6 +223,53 @@ def test_ranks_that_use_other_units_do_not_wait_for_ever(saving: str) -> None:
         found = train(3, **SAVINGS[saving])
         assert_close_trees(found, train(2), rtol=1e-5, atol=1e-6)
     assert time.monotonic() - began < 30
+
+
+BRANCHES = {
+    "within a copy": [[0], [1], [0], [1]],
+    "between copies": [[0], [0], [1], [1]],
+    "everywhere": [[1, 0], [0], [], [1]],
+}
+
+
+def use(which: list[list[int]], then: str) -> None:
+    mesh = sc.Mesh(**COPIES_ACROSS, device="cpu")
+    model = sc.shard(Routed(), mesh, stage=3, units=[Block])
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    with sc.no_sync(model) if then == "full_grad" else contextlib.nullcontext():
+        model(rows(0, mesh.rank, 4, 7), which[mesh.rank]).square().mean().backward()
+    if then == "full_grad":
+        sc.zero.full_grad(model.gate.weight)
+    optimizer.step()
+
+
+class Routed(Experts):
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        x = self.gate(x)
+        for expert in which:
+            x = self.experts[expert](x)
+        return x
+
+
+@pytest.mark.parametrize("then", ["step", "full_grad"])
+@pytest.mark.parametrize("which", BRANCHES.values(), ids=BRANCHES)
+def test_ranks_on_different_branches_of_copied_shards_are_told_the_unit(which: list[list[int]], then: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(SpmdError) as failure:
+        run_spmd(use, WORLD, which, then)
+    assert time.monotonic() - began < 15  # 5 s on a machine of their own
+    for report in failure.value.reports:
+        assert report.error_type in ("RankMismatchError", "RankFailedError"), report.headline()
+        assert "experts." in report.message, report.message
+
+
+@spmd(world=WORLD)
+def test_a_rank_that_is_late_in_its_first_step_is_waited_for() -> None:
+    mesh = sc.Mesh(**COPIES_ACROSS, device="cpu")
+    model = sc.shard(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), mesh, stage=3)
+    if mesh.rank == 0:
+        time.sleep(2.5)
+    model(torch.ones(4, 5)).sum().backward()
 
 
 @spmd(world=WORLD)

@@ -54,8 +54,8 @@ class Branches:
     guests: dict[str, weakref.ref[Guest]] = field(default_factory=dict)
     """By label, who joins it."""
     num_models: int = 0
-    can_take_turns: bool = True
-    """No model gathers in several steps, quantised, or over other axes, which ranks could not join."""
+    obstacle: str = ""
+    """A setting of a model under which ranks cannot join: gathers in several steps, quantised, or over other axes."""
     owed: list[str] = field(default_factory=list)
     """What other ranks had entered when they parted, and this one had not."""
     axis: Axis | None = None
@@ -181,7 +181,7 @@ def part(axis: Axis, want: str = "") -> None:
     first, farthest = min(ends.values()), max(ends, key=lambda rank: (ends[rank], rank))
     common = everyone[farthest]
     can_join = all(common.get(n) in state.guests for n in range(first, ends[farthest]))
-    if not (can_join and state.guests and state.can_take_turns):
+    if not (can_join and state.guests and not state.obstacle):
         _raise_parted(axis, first, everyone, want)
     state.owed = [common[n] for n in range(ends[b.rank], ends[farthest])]
     state.axis, state.parted_in_epoch = axis, b.epoch
@@ -284,7 +284,11 @@ def _raise_parted(axis: Axis, sequence: int, everyone: dict[int, dict[int, str]]
     labels = {rank: each.get(sequence) or wanted.get(rank, {}).get(sequence, "") for rank, each in everyone.items()}
     mine = labels[b.rank] or want
     other = next((rank for rank, label in labels.items() if label not in ("", mine) and rank != b.rank), b.rank)
-    watch.raise_difference(b, axis, other, (sequence, mine, labels[other]))
+    obstacle = branches_of(axis).obstacle
+    advice = (
+        f". Ranks join what others use, but not with {obstacle}: do without it, or use one order" if obstacle else ""
+    )
+    watch.raise_difference(b, axis, other, (sequence, mine, labels[other]), advice)
 
 
 def _raise_apart(axis: Axis, label: str) -> NoReturn:

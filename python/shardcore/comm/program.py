@@ -31,13 +31,13 @@ class Program:
         self._departed = False
         self._num_partings = 0
 
-    def invite_to_gather(self, axis: Axis, unit: str, numel: int, guest: Guest | None) -> None:
-        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements, or say that they cannot. In the
-        same order on all ranks.
+    def invite_to_gather(self, axis: Axis, unit: str, numel: int, guest: Guest | str) -> None:
+        """Let ranks that do not use ``unit`` join its gather of ``numel`` elements, or say what keeps them from it. In
+        the same order on all ranks.
         """
         known = branches.branches_of(axis)
-        if guest is None:
-            known.can_take_turns = False
+        if isinstance(guest, str):
+            known.obstacle = guest
         else:
             known.invite(known.gathers, watch.label_of("gather", unit, numel), guest)
 

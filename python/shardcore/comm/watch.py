@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from shardcore import _torch_private as private
 from shardcore._core import HostLink
 from shardcore._torch_private import Store
+from shardcore.comm.processes import process_space, runs
 from shardcore.errors import RankFailedError, RankMismatchError, StateError
 from shardcore.mesh import Axis
 
@@ -70,6 +70,10 @@ class _Board:
     rank: int
     epoch: int = 0
     digest: int = 0
+    """Of all collectives since the last comparison, along every axis."""
+    program: deque[tuple[int, str]] = field(default_factory=lambda: _new_history())
+    """The last of them, numbered."""
+    num_in_program: int = 0
     failure: str | None = None
     """What this rank has told of its own failure."""
     pid: int = field(default_factory=os.getpid)
@@ -108,7 +112,7 @@ def board() -> _Board:
     if _board is None or _board.store is not store:
         _board = _Board(store, dist.get_rank() if store is not None else 0)
         if store is not None:
-            store.set(f"shardcore/process/{_board.rank}", json.dumps([_process_space(), os.getpid()]))
+            store.set(f"shardcore/process/{_board.rank}", json.dumps([process_space(), os.getpid()]))
         sys.excepthook = _report_uncaught
         atexit.unregister(_report_end)
         atexit.register(_report_end)
@@ -132,7 +136,10 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     b.sequence[key] = sequence + 1
     b.history[key].append((sequence, label))
     # Without the size: data-parallel ranks may read batches of other shapes, and so exchange other activations.
-    b.digest = zlib.crc32(f"{operation} {unit}\n".encode(), b.digest)
+    step = f"{operation} {unit}"
+    b.digest = zlib.crc32(f"{step}\n".encode(), b.digest)
+    b.program.append((b.num_in_program, step))
+    b.num_in_program += 1
     return Entry(axis, sequence, label, on_cuda)
 
 
@@ -257,27 +264,32 @@ def raise_on_program_mismatch(axis: Axis, *, equal: bool) -> None:
     Equal sizes let collectives of different units complete against one another; without this the step would go wrong
     silently.
     """
-    b = board()
-    b.digest = 0
+    b, program = board(), board().program
+    _begin_program(b)
     if equal:
         return
-    key = axis.key
-    store = b.store
-    if store is not None:
-        store.set(key_of(b, f"at/{key}/{b.rank}"), json.dumps(list(b.history[key])))
-        store.wait([key_of(b, f"at/{key}/{rank}") for rank in axis.ranks], timedelta(seconds=_GRACE_S * 3))
-        for rank, theirs in published(b, axis).items():
-            difference = first_difference(dict(b.history[key]), theirs)
+    if b.store is not None:
+        mine = dict(program)
+        b.store.set(key_of(b, f"program/{axis.key}/{b.rank}"), json.dumps(list(program)))
+        keys = [key_of(b, f"program/{axis.key}/{rank}") for rank in axis.ranks]
+        b.store.wait(keys, timedelta(seconds=_GRACE_S * 3))
+        for rank, theirs in published(b, axis, "program").items():
+            difference = first_difference(mine, theirs)
             if difference is not None:
                 raise RankMismatchError(
                     f"ranks used different units in this step, and their data were mixed: at number {difference[0]} "
-                    f"of axis {axis.name!r} rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}'. "
-                    "The step was not applied. Every rank must use the same units in the same order"
+                    f"of the step rank {b.rank} ran '{difference[1]}', rank {rank} ran '{difference[2]}' (found on "
+                    f"axis {axis.name!r}). The step was not applied. Every rank must use the same units in the same "
+                    "order"
                 )
     raise RankMismatchError(
         f"ranks ran different collectives in this step (found on axis {axis.name!r} by rank {b.rank}). The step was "
         "not applied. Every rank must use the same units in the same order"
     )
+
+
+def _begin_program(b: _Board) -> None:
+    b.digest, b.program, b.num_in_program = 0, _new_history(), 0
 
 
 def report_failure(error: BaseException) -> None:
@@ -339,7 +351,7 @@ def clear_failure() -> None:
     b = board()
     b.epoch += 1
     b.failure = None
-    b.digest = 0
+    _begin_program(b)
     b.sequence.clear()
     b.history.clear()
 
@@ -374,28 +386,11 @@ def raise_gone(b: _Board, entry: Entry) -> None:
         if b.store is None or rank == b.rank or not b.store.check([key]):
             continue
         space, pid = json.loads(b.store.get(key))
-        if space and space == _process_space() and not _runs(pid):
+        if space and space == process_space() and not runs(pid):
             raise RankFailedError(
                 f"rank {rank} is gone: its process {pid} ended or was killed (its own output says why; a kill without "
                 f"a message often means memory ran out). Rank {b.rank} waited for it before {where(entry)}"
             )
-
-
-def _process_space() -> str:
-    """Equal where process numbers mean the same processes; empty where that cannot be told."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def raise_lost_connection(entry: Entry, error: Exception) -> NoReturn:
@@ -431,14 +426,14 @@ def published(b: _Board, axis: Axis, kind: str = "at") -> dict[int, dict[int, st
     return found
 
 
-def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, str, str]) -> NoReturn:
+def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, str, str], advice: str = "") -> NoReturn:
     """Raise :class:`RankMismatchError` for ``(sequence, this rank's label, the other rank's)``, and tell all ranks."""
     sequence, mine, other = difference
     error = RankMismatchError(
         f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
         f"'{mine}', rank {rank} runs '{other}'. Every rank must make the same calls of the model, "
         "backward, step, summon, state_dict and load_state_dict (with the same values) in the same order; look for one "
-        "more on a rank, and for branches that depend on the rank or on its data"
+        f"more on a rank, and for branches that depend on the rank or on its data{advice}"
     )
     report_failure(error)
     try:

@@ -27,9 +27,17 @@ class Gathering:
         """The buffer holds, or will hold, values that were quantised on their way."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every gather is one step over the whole shard axis, in full."""
-        return self.route.is_plain and self._secondary_axis is None
+    def obstacle(self) -> str:
+        """What keeps ranks from joining a gather they do not need; empty where each is one step over the whole shard
+        axis, in full.
+        """
+        if self.route.rounds_gathers:
+            return "quantised gathers (Communication(gather=...), zero_quantized_weights)"
+        if not self.route.is_plain:
+            return "gathers in two steps (Communication(hierarchical=True), mics_hierarchical_params_gather)"
+        if self._secondary_axis is not None:
+            return "a second shard (Communication(secondary=...), zero_hpz_partition_size)"
+        return ""
 
     def start(
         self,

@@ -121,8 +121,10 @@ class ShardGroup(Edits, JoinsGathers):
         self.root = root
         if self.releases:
             self._program = program
-            guest = self if self._gathering.is_plain else None
-            program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), guest)
+            obstacle = self._gathering.obstacle
+            if self.data_axis.size > self.shard_axis.size:
+                obstacle = "copies of the model (Mesh(replicate=...), mics_shard_size), whose ranks meet along two axes"
+            program.invite_to_gather(self.shard_axis, self.name, self.full.numel(), obstacle or self)
         self._on_demand = on_demand
         if self.grads is not None:
             self.grads.program = program
