@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 Run = Callable[[Sequence[torch.Tensor | None]], Any]
 BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, Run], Any]
@@ -59,6 +60,22 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     torch has no public way to ask; without it gradients that are computed apart from autograd would miss the hook.
     """
     return bool(getattr(tensor, "_backward_hooks", None))
+
+
+def take_hooks(tensor: torch.Tensor, own: RemovableHandle | None) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks of ``register_hook`` on the tensor but ``own``, which do nothing there any longer. Each obeys its
+    handle's ``remove()`` wherever it is registered next.
+
+    torch has no public way to list them; without it hooks meant for one tensor would act on a view of it.
+    """
+    hooks: dict[int, Callable[[torch.Tensor], Any]] = tensor._backward_hooks or {}
+    taken = [key for key in hooks if own is None or key != own.id]
+
+    def moved(key: int) -> Callable[[torch.Tensor], Any]:
+        hook, hooks[key] = hooks[key], lambda grad: None
+        return lambda grad: hook(grad) if key in hooks else None
+
+    return [moved(key) for key in taken]
 
 
 def has_forward_pre_hook(module: torch.nn.Module) -> bool:

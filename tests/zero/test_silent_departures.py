@@ -41,6 +41,52 @@ def test_writes_of_a_forward_to_its_parameters_last(stage: int) -> None:
     check_follows(lambda: nn.Sequential(Clamped(), Clamped()), play_square, stage=stage, units=[Clamped])
 
 
+class Momentum(nn.Module):
+    """A model whose forward lets one part follow the other, by ``.data``, and compares them (MoCo, He et al. 2020)."""
+
+    follows, replaces = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = Block(7), Block(7).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.follows:
+            self.follow()
+        return self.query(x) * self.key(x)
+
+    def follow(self) -> None:
+        for ours, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            if self.replaces:
+                ours.data = ours.data * 0.9 + theirs.data * 0.1
+            else:
+                ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+@all_stages
+@spmd(world=2)
+def test_what_a_forward_writes_to_other_units_by_data_lasts(stage: int) -> None:
+    def play_once(model: nn.Module, step: int, rank: int) -> None:
+        model.follows = rank == 0  # the ranks of a job do so once, at the same time
+        play_square(model, step, rank)
+
+    check_follows(Momentum, play_square, stage=stage, units=[Block], reference_play=play_once)
+
+
+@spmd(world=2)
+def test_data_replaced_in_a_forward_are_refused_and_the_model_trains_on() -> None:
+    """Below stage 3 the step notices it."""
+    model = sc.shard(Momentum(), stage=3, units=[Block])
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    model.replaces = True
+    with pytest.raises(StateError, match=r"the data of parameter 'key.\S+' were replaced"):
+        play_square(model, 0, 0)
+    sc.reset_iteration(model)
+    model.replaces = False
+    play_square(model, 0, 0)
+    optimizer.step()
+
+
 @all_stages
 @spmd(world=2)
 def test_a_graph_from_before_a_step_is_refused_as_torch_refuses_it(stage: int) -> None:

@@ -39,7 +39,9 @@ class Edits(RestingShard):
     versions: VersionCounters
     _versions: list[int]
     _memory_was_taken = False
-    """Code outside holds memory of the parameters in a form whose writes leave no trace."""
+    """Code outside takes memory of the parameters in a form whose writes leave no trace."""
+    _was_shown = False
+    """A context has shown the whole parameters since they were gathered."""
 
     def complete(self, *, exact: bool = True) -> None:
         """Wait for a gather under way, or gather."""
@@ -99,9 +101,18 @@ class Edits(RestingShard):
         parameters are whole; ranks must write the same, as for every edit.
 
         Raises:
-            StateError: the gathered copy is rounded; the message says how to write instead.
+            StateError: the gathered copy is rounded, or a parameter's data were replaced; the message says how to write
+                instead.
         """
-        if self._versions == self.versions.now():
+        try:
+            self.check_storage()
+        except StateError:
+            self.repoint()
+            raise
+        # A copy whose memory was taken may have been read only: a rounded one must not become the shard, and contexts
+        # see to writes themselves.
+        may_differ = self._memory_was_taken and not self._gathering.is_rounded and not self._was_shown
+        if self._versions == self.versions.now() and not may_differ:
             return
         if self._gathering.is_rounded:
             raise StateError(

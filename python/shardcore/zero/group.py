@@ -60,8 +60,6 @@ class ShardGroup(Edits, JoinsGathers):
     _is_guarded = False
     _handle: comm.Handle | None = None
     _release_is_due = False
-    _was_shown = False
-    """A context has shown the whole parameters since they were gathered."""
 
     def __init__(
         self,
@@ -250,8 +248,9 @@ class ShardGroup(Edits, JoinsGathers):
         """
         if self.root is not None and self.root.offloaded:
             self.root.check_here("lp_params", what=f"a use of parameter {slot.name!r}")
+        leaves_no_trace = func in _LEAVES_NO_TRACE or reads_data(func)
         if not self.releases or self.pins:
-            self._memory_was_taken |= func in _LEAVES_NO_TRACE or reads_data(func)
+            self._memory_was_taken |= leaves_no_trace and not self.releases  # contexts that show them see to writes
             if self.root is not None and self.root.is_passing:
                 self.unshard()
             else:
@@ -266,6 +265,7 @@ class ShardGroup(Edits, JoinsGathers):
                 stage = self.policy.stage
                 raise StateError(f"parameter {slot.name!r} (stage {stage}) was used by {explain_use(func)}")
         self.unshard(exact=False)
+        self._memory_was_taken |= leaves_no_trace
         return None
 
     def abandon(self) -> None:

@@ -23,6 +23,7 @@ from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
 from shardcore.zero import scaling
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
+from shardcore.zero.inputs import Input
 from shardcore.zero.root import Root, Unit
 from shardcore.zero.saved import Watch
 from shardcore.zero.trees import Swaps, map_tensors, tensors_in
@@ -184,8 +185,8 @@ class _GradientHooks:
 class _Call:
     """One call of a unit's forward, as its backward needs to know it."""
 
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Aliases of the inputs that take a gradient, by the inputs' identity, until the forward has returned."""
+    inputs: dict[int, Input] = field(default_factory=dict)
+    """The inputs that take a gradient, by their identity, until the forward has returned."""
     nodes: list[Node] = field(default_factory=list)
     """What these come from in autograd's graph, as long. Hooks on them lead here, so what stays would be a cycle
     through the graph, which no garbage collector enters."""
@@ -204,8 +205,8 @@ class _Call:
     def leave(self) -> None:
         """The forward has returned, or failed."""
         # What the forward wrote to has another history now.
-        aliases = zip(self.inputs.values(), self.nodes, strict=False)
-        self.is_blind |= any(alias.grad_fn is not node for alias, node in aliases)
+        given = zip(self.inputs.values(), self.nodes, strict=False)
+        self.is_blind |= any(each.alias.grad_fn is not node for each, node in given)
         self.inputs, self.nodes = {}, []
         self.swaps.undo()
         if self.watch is not None:
@@ -277,19 +278,23 @@ class _UnitHooks:
         root, unit = self._root, self._unit
         before = self._errors.pop() if self._errors else id(None)
         call = unit.calls.pop() if torch.is_grad_enabled() and unit.calls else None
+        has_failed = output is None and id(private.current_exception()) != before
         nodes: list[Node] = []
+        given: dict[int, Input] = {}
         if call is not None:
-            nodes = call.nodes
+            nodes, given = call.nodes, call.inputs
             call.leave()
-        if not self._releases or (output is None and id(private.current_exception()) != before):
+        if not has_failed:
+            for each in given.values():
+                each.hand_over(unit.name)
+        if has_failed or not self._releases:
             return output
         while root.active and root.active.pop() is not unit:
             pass  # a module inside left by an exception that was caught
         output = map_tensors(self._own_memory, output)
         if call is not None:
             for tensor in tensors_in(output):
-                # An input that is handed through needs nothing of the unit in backward.
-                if tensor.requires_grad and not any(tensor.grad_fn is node for node in nodes):
+                if tensor.requires_grad and not _is_handed_through(tensor, nodes, given):
                     tensor.register_hook(lambda grad, call=call: self._begin_backward(call, nodes))
         if not private.in_backward() and unit is not root.root_unit:
             root.release(unit)
@@ -311,19 +316,17 @@ class _UnitHooks:
         if tensor.layout is not torch.strided or (tensor.is_nested and type(tensor) is torch.Tensor):
             call.has_inputs = call.is_blind = True  # they have no views
             return tensor
-        alias = call.inputs.get(id(tensor))
-        if alias is None:
-            alias = call.inputs[id(tensor)] = tensor.view_as(tensor)
-            vars(alias).update(vars(tensor))
-        return alias
+        if id(tensor) not in call.inputs:
+            call.inputs[id(tensor)] = Input.of(tensor)
+        return call.inputs[id(tensor)].alias
 
     def _watch_call(self, call: _Call) -> None:
         """Wait for the gradients of the inputs, and where need be for reads of what the forward is about to save."""
-        aliases = call.inputs.values()
-        call.has_inputs |= bool(aliases)
-        call.nodes = nodes = [get_gradient_edge(alias).node for alias in aliases]
-        for alias in aliases:
-            alias.register_hook(lambda grad: self._end_input(call))
+        inputs = call.inputs.values()
+        call.has_inputs |= bool(inputs)
+        call.nodes = nodes = [get_gradient_edge(each.alias).node for each in inputs]
+        for each in inputs:
+            each.end = each.alias.register_hook(lambda grad: self._end_input(call))
         if self._unit.is_watched:
             call.watch = Watch(self._unit, lambda: self._begin_backward(call, nodes))
             call.watch.start()
@@ -359,6 +362,15 @@ class _UnitHooks:
             if group in self._gradient_hooks:
                 self._root.window.mark_ready(group)
         self._root.release(self._unit)
+
+
+def _is_handed_through(tensor: torch.Tensor, nodes: Sequence[Node], given: dict[int, Input]) -> bool:
+    """Whether an output is an input as it came, itself or the alias of it, and so needs nothing of the unit in
+    backward.
+    """
+    if id(tensor) in given:
+        return not given[id(tensor)].was_written_to
+    return any(tensor.grad_fn is node for node in nodes)
 
 
 def _refuse_double_backward() -> None:

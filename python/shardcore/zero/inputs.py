@@ -1,0 +1,79 @@
+"""What a unit's forward is given in place of its inputs, and what it does to them besides computing with them.
+
+A unit gets views of its inputs, whose gradients are complete when its own backward is over. A hook that it puts on an
+input means the whole gradient, though, that of all who use the tensor, and a change of shape in place is meant for the
+caller's tensor: the first is carried over, the second refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from shardcore import _torch_private as private
+from shardcore.errors import StateError
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """A tensor that takes a gradient, and the view of it that the unit gets, for the time of the forward."""
+
+    original: torch.Tensor
+    history: Node | None
+    """Where the original came from before the forward."""
+    alias: torch.Tensor
+    end: RemovableHandle | None = None
+    """The hook that waits for the view's gradient."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Input:
+        """A view of the tensor, with its attributes."""
+        alias = tensor.view_as(tensor)
+        vars(alias).update(vars(tensor))
+        return cls(tensor, tensor.grad_fn, alias)
+
+    @property
+    def was_written_to(self) -> bool:
+        """Whether the forward wrote to it in place."""
+        return self.original.grad_fn is not self.history
+
+    def hand_over(self, unit: str) -> None:
+        """The forward has returned: carry its hooks over to the original.
+
+        Raises:
+            StateError: it has changed what cannot be carried over, its shape or memory.
+        """
+        original, alias = self.original, self.alias
+        if type(original) is torch.Tensor and _memory_of(original) != _memory_of(alias):
+            raise StateError(
+                f"the forward of unit {unit!r} gave one of its inputs another shape or other memory in place "
+                f"({tuple(original.shape)} is {tuple(alias.shape)} now, by unsqueeze_, resize_, .data = ... or the "
+                "like). Units get views of their inputs, so that the caller's tensor stays as it was: return the "
+                "changed tensor instead"
+            )
+        for hook in private.take_hooks(alias, self.end):
+            original.register_hook(hook)
+        if alias.retains_grad:
+            _retain_whole(original, alias)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return private.storage_id(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _retain_whole(original: torch.Tensor, alias: torch.Tensor) -> None:
+    """Let ``alias.grad`` be the gradient of the original, over that of its own that torch keeps there before."""
+    shown = weakref.ref(alias)  # which leads to this hook by way of the graph
+    sums: list[torch.Tensor] = []
+
+    def retain(grad: torch.Tensor) -> None:
+        tensor = shown()
+        if tensor is not None:
+            sums[:] = [grad.clone() if not sums else sums[0] + grad]
+            tensor.grad = sums[0]
+
+    original.register_hook(retain)
