@@ -37,6 +37,7 @@ _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 _clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
 _norm_checks: list[Callable[[], None]] = []
 _backward_wrappers: list[BackwardWrapper] = []
+_parameter_callbacks: list[Callable[[torch.Tensor], None]] = []
 _zero_grad_callbacks: list[Callable[[torch.nn.Module, bool], None]] = []
 
 P = ParamSpec("P")
@@ -398,6 +399,26 @@ def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> No
         callback(self, set_to_none)
 
     torch.nn.Module.zero_grad = both  # type: ignore[method-assign]
+
+
+def before_any_parameter(callback: Callable[[torch.Tensor], None]) -> None:
+    """Call ``callback(data)`` before ``nn.Parameter(data)`` looks at the class of a tensor ``data``.
+
+    That of a parameter is swapped while its data are away; torch would then make a copy by ``detach()`` that it
+    refuses, and offers no hook. Those of its subclasses that call ``super().__new__`` are seen, too.
+    """
+    if callback in _parameter_callbacks:
+        return
+    _parameter_callbacks.append(callback)
+    plain_new = torch.nn.Parameter.__new__
+
+    @functools.wraps(plain_new)
+    def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            callback(data)
+        return plain_new(cls, data, *args, **kwargs)
+
+    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
 
 
 def around_any_backward(wrapper: BackwardWrapper) -> None:
