@@ -402,23 +402,24 @@ def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> No
 
 
 def before_any_parameter(callback: Callable[[torch.Tensor], None]) -> None:
-    """Call ``callback(data)`` before ``nn.Parameter(data)`` looks at the class of a tensor ``data``.
-
-    That of a parameter is swapped while its data are away; torch would then make a copy by ``detach()`` that it
-    refuses, and offers no hook. Those of its subclasses that call ``super().__new__`` are seen, too.
+    """Call ``callback(data)`` before ``nn.Parameter(data)``, or the constructor of a subclass, shows the memory of a
+    tensor ``data``. torch offers no hook, and looks at the tensor's class first, which is swapped while data are away.
     """
     if callback in _parameter_callbacks:
         return
     _parameter_callbacks.append(callback)
-    plain_new = torch.nn.Parameter.__new__
 
-    @functools.wraps(plain_new)
-    def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, torch.Tensor):
-            callback(data)
-        return plain_new(cls, data, *args, **kwargs)
+    def seen(make: Callable[..., Any]) -> Any:
+        @functools.wraps(make)
+        def made(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(data, torch.Tensor):
+                callback(data)
+            return make(cls, data, *args, **kwargs)
 
-    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
+        return staticmethod(made)
+
+    torch.nn.Parameter.__new__ = seen(torch.nn.Parameter.__new__)  # type: ignore[method-assign]
+    torch.Tensor._make_subclass = seen(torch.Tensor._make_subclass)  # type: ignore[method-assign]
 
 
 def around_any_backward(wrapper: BackwardWrapper) -> None:

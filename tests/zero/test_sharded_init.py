@@ -284,11 +284,20 @@ def test_a_parameter_of_another_shows_its_memory() -> None:
     class Special(nn.Parameter):
         pass
 
+    class Direct(nn.Parameter):
+        def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Direct:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         shared = Special(model[0].weight, requires_grad=False)
         assert (type(shared), shared.requires_grad, shared.is_leaf) == (Special, False, True)
         assert vars(shared) == {}
+        nn.Linear(2, 2)
+        direct = Direct(model[1].weight)
+        assert type(direct) is Direct
+        assert torch.equal(direct, model[1].weight)
+        nn.Linear(2, 2)
         model[1].weight = nn.Parameter(model[0].weight)
         assert type(model[0].weight) is type(model[1].weight) is nn.Parameter
         with torch.no_grad():
