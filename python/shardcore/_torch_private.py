@@ -38,6 +38,7 @@ _optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 _clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
 _norm_checks: list[Callable[[], None]] = []
 _backward_wrappers: list[BackwardWrapper] = []
+_parameter_callbacks: list[Callable[[torch.Tensor], None]] = []
 _zero_grad_callbacks: list[Callable[[torch.nn.Module, bool], None]] = []
 
 P = ParamSpec("P")
@@ -415,6 +416,27 @@ def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> No
         callback(self, set_to_none)
 
     torch.nn.Module.zero_grad = both  # type: ignore[method-assign]
+
+
+def before_any_parameter(callback: Callable[[torch.Tensor], None]) -> None:
+    """Call ``callback(data)`` before ``nn.Parameter(data)``, or the constructor of a subclass, shows the memory of a
+    tensor ``data``. torch offers no hook, and looks at the tensor's class first, which is swapped while data are away.
+    """
+    if callback in _parameter_callbacks:
+        return
+    _parameter_callbacks.append(callback)
+
+    def seen(make: Callable[..., Any]) -> Any:
+        @functools.wraps(make)
+        def made(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(data, torch.Tensor):
+                callback(data)
+            return make(cls, data, *args, **kwargs)
+
+        return staticmethod(made)
+
+    torch.nn.Parameter.__new__ = seen(torch.nn.Parameter.__new__)  # type: ignore[method-assign]
+    torch.Tensor._make_subclass = seen(torch.Tensor._make_subclass)  # type: ignore[method-assign]
 
 
 def around_any_backward(wrapper: BackwardWrapper) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,51 @@ def test_all_problems_at_once_on_every_rank(tmp_path: Path) -> None:
     missing = path if sc.Mesh().rank == 0 else tmp_path / "nowhere.safetensors"
     with pytest.raises(CheckpointError, match=r"cannot open .*nowhere.*\(ranks \[1\]\)"):
         sc.load_safetensors(model, missing, strict=False, cast=True)
+
+
+def make_offsets_floats(path: Path) -> None:
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["0.bias"]["data_offsets"] = [float(offset) for offset in header["0.bias"]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
+
+
+def check_failure_of_one_rank(case: str, folder: Path) -> None:
+    """Both ranks hear of it, and what they do next is in step."""
+    rank = sc.Mesh().rank
+    model = sc.shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    path = folder / f"{rank}.safetensors"
+    save_file({name: torch.full_like(value, 7) for name, value in whole_parameters(model).items()}, path)
+    rename: Callable[[str], Any] = lambda name: name  # noqa: E731
+    plain = SafetensorsFile.read_bytes
+    expected, cause = rf"{folder}/1\.safetensors", type(None)
+    if rank == 1:
+        if case == "raises":
+            rename, cause = {}.__getitem__, CheckpointError
+        elif case == "number":
+            rename, cause = lambda name: 3, CheckpointError
+        elif case == "header":
+            make_offsets_floats(path)
+            cause = CheckpointError
+        elif case == "read":
+            SafetensorsFile.read_bytes = lambda *_: [][0]  # type: ignore[method-assign]
+            cause = IndexError
+    try:
+        with pytest.raises(CheckpointError, match=expected) as error:
+            sc.load_safetensors(model, path, rename=rename)
+    finally:
+        SafetensorsFile.read_bytes = plain  # type: ignore[method-assign]
+    assert type(error.value.__cause__) is cause
+    assert "rank 1" in str(error.value) or "ranks [1]" in str(error.value)
+    sc.load_safetensors(model, folder / "0.safetensors")
+    assert all(torch.equal(value, torch.full_like(value, 7)) for value in whole_parameters(model).values())
+
+
+@pytest.mark.parametrize("case", ["raises", "number", "header", "read"])
+def test_whatever_fails_on_one_rank_is_an_error_on_all(case: str, tmp_path: Path) -> None:
+    run_spmd(check_failure_of_one_rank, 2, case, tmp_path, timeout=20)
 
 
 @spmd(world=2)

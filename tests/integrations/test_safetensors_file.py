@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from shardcore.errors import CheckpointError
@@ -21,6 +22,8 @@ DTYPES = [
     torch.float16,
     torch.bfloat16,
     torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e8m0fnu,
     torch.int64,
     torch.uint8,
     torch.bool,
@@ -101,6 +104,100 @@ def test_a_damaged_file_is_refused_by_name(damage: Callable[[bytes], bytes], tmp
     save_file({"w": torch.ones(2, 3)}, path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"damaged\.safetensors"):
+        open_safetensors(path)
+
+
+def entry(start: int, stop: int, **fields: object) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]} | fields
+
+
+def once_more(text: str) -> str:
+    """The header of one tensor, in which what stands in the place of ``text`` stands twice."""
+    return json.dumps({"__metadata__": {}, "a": entry(0, 4)}).replace(text, f"{text}, {text}")
+
+
+ONE = entry(0, 4)
+HEADERS: dict[str, tuple[object, int]] = {
+    "one": ({"a": ONE}, 4),
+    "out of order": ({"b": entry(4, 8), "a": ONE}, 8),
+    "none": ({}, 0),
+    "metadata": ({"__metadata__": {"a": "b"}, "a": ONE}, 4),
+    "no metadata": ({"__metadata__": None, "a": ONE}, 4),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": ONE}, 4),
+    "a list of metadata": ({"__metadata__": [], "a": ONE}, 4),
+    "a field too many": ({"a": ONE | {"more": 1.5}}, 4),
+    "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 4]}}, 4),
+    "null": ({"a": None}, 0),
+    "a list": ([], 0),
+    "empty tensors between others": ({"b": ONE, "c": entry(4, 8), "a": entry(4, 4), "d": entry(8, 8)}, 8),
+    "an empty tensor inside another": ({"b": ONE, "a": entry(2, 2)}, 4),
+    "an empty tensor outside": ({"b": ONE, "a": entry(6, 6)}, 4),
+    "the same bytes": ({"b": ONE, "a": ONE}, 4),
+    "overlap": ({"b": ONE, "a": entry(3, 6)}, 6),
+    "hole": ({"b": ONE, "a": entry(5, 6)}, 6),
+    "a hole at the start": ({"a": entry(2, 4)}, 4),
+    "a hole at the end": ({"a": ONE}, 5),
+    "data of none": ({}, 3),
+    "cut off": ({"a": ONE}, 3),
+    "backwards": ({"a": entry(4, 0)}, 4),
+    "fractions": ({"a": ONE | {"shape": [4.7]}}, 4),
+    "a whole fraction": ({"a": ONE | {"shape": [4.0]}}, 4),
+    "a bool": ({"a": entry(0, 1, shape=[True])}, 1),
+    "text": ({"a": ONE | {"shape": "4"}}, 4),
+    "two negative sizes": ({"a": ONE | {"shape": [-2, -2]}}, 4),
+    "too large": ({"a": entry(0, 0, shape=[2**63, 2, 0])}, 0),
+    "a size too large": ({"a": entry(0, 0, shape=[0, 2**64])}, 0),
+    "large, but empty": ({"a": entry(0, 0, shape=[0, 2**63, 2])}, 0),
+    "offsets of fractions": ({"a": ONE | {"data_offsets": [0.0, 4.0]}}, 4),
+    "offsets of bools": ({"a": entry(0, 1, data_offsets=[False, True])}, 1),
+    "three offsets": ({"a": ONE | {"data_offsets": [0, 4, 4]}}, 4),
+    "one offset": ({"a": ONE | {"data_offsets": [4]}}, 4),
+    "offsets of another kind": ({"a": entry(0, 4, data_offsets={"0": 0, "1": 4})}, 4),
+    "a name twice": (once_more(json.dumps({"a": ONE})[1:-1]), 4),
+    "a field twice": (once_more('"shape": [4]'), 4),
+    "metadata twice": (once_more('"__metadata__": {}'), 4),
+    "not a number": ('{"__metadata__": {"a": NaN}}', 0),
+    "half a pair": ('{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}', 0),
+    "spaces around": ("  {}  ", 0),
+    "another encoding": ('{"__metadata__": {}}'.encode("utf-16"), 0),
+    "a mark of the encoding": ('{"__metadata__": {}}'.encode("utf-8-sig"), 0),
+}
+
+
+def write(path: Path, header: object, num_bytes: int) -> None:
+    text = header if isinstance(header, (str, bytes)) else json.dumps(header)
+    data = text.encode() if isinstance(text, str) else text
+    path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(num_bytes))
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_what_its_own_library_takes_is_taken_and_nothing_else(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    write(path, *HEADERS[case])
+    try:
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+    except SafetensorError:
+        with pytest.raises(CheckpointError, match=r"some\.safetensors"):
+            open_safetensors(path)
+    else:
+        assert open_safetensors(path).keys() == names
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("overlap", "tensor 'b' and tensor 'a' overlap"),
+        ("hole", "1 bytes between tensor 'b' and tensor 'a' are no tensor's"),
+        ("a hole at the end", "5 bytes of data; the tensors of its header take 4"),
+        ("fractions", r"tensor 'a' .* shape \[4\.7\]; expected a list of integers >= 0"),
+        ("offsets of fractions", r"tensor 'a' .* data_offsets \[0\.0, 4\.0\]; expected two integers"),
+    ],
+)
+def test_the_error_names_the_tensors(case: str, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    write(path, *HEADERS[case])
+    with pytest.raises(CheckpointError, match=match):
         open_safetensors(path)
 
 

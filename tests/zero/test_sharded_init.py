@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import shardcore as sc
 from shardcore.errors import ConfigError, RankMismatchError
@@ -255,21 +257,81 @@ def test_a_use_on_one_rank_alone_is_an_error_that_names_it() -> None:
         use()
 
 
+class Derivations(nn.Module):
+    """Parameters that are made of others, which have been sent away by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths, self.largest, self.turned = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(5, 5)
+        self.frozen = nn.Linear(7, 3)
+        parametrizations.weight_norm(self.lengths)
+        parametrizations.spectral_norm(self.largest)
+        parametrizations.orthogonal(self.turned)
+        self.frozen.weight = nn.Parameter(self.frozen.weight, requires_grad=False)
+        self.last = parametrizations.weight_norm(nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.lengths(self.turned(x)) + self.largest(x)))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 3), (3, 1)])
+def test_parameters_made_of_parameters(world: int, stage: int) -> None:
+    run_spmd(check_equals_eager, world, Derivations, stage)
+
+
 @spmd(world=2)
-def test_training_equals_the_eager_models() -> None:
+def test_a_parameter_of_another_shows_its_memory() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    class Direct(nn.Parameter):
+        def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Direct:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        shared = Special(model[0].weight, requires_grad=False)
+        assert (type(shared), shared.requires_grad, shared.is_leaf) == (Special, False, True)
+        assert vars(shared) == {}
+        nn.Linear(2, 2)
+        direct = Direct(model[1].weight)
+        assert type(direct) is Direct
+        assert torch.equal(direct, model[1].weight)
+        nn.Linear(2, 2)
+        model[1].weight = nn.Parameter(model[0].weight)
+        assert type(model[0].weight) is type(model[1].weight) is nn.Parameter
+        with torch.no_grad():
+            model[1].weight.fill_(3)
+        assert torch.equal(model[0].weight, shared)
+        return model
+
+    build()
+    with sc.sharded_init():
+        model = build()
+    assert model[0].weight.unique().tolist() == [3.0]
+    with pytest.raises(ConfigError, match="share memory"):  # as of the model that was built without the context
+        sharded(model)
+
+
+def check_training(build: Callable[[], nn.Module], inputs: list[torch.Tensor]) -> None:
     models = []
-    for context in (None, sc.sharded_init):
+    for context in (nullcontext, sc.sharded_init):
         torch.manual_seed(8)
-        if context is None:
-            model = Plain()
-        else:
-            with context():
-                model = Plain()
+        with context():
+            model = build()
         sharded(model)
         optimizer = sc.optimizer(torch.optim.AdamW, model, lr=1e-2)
-        for step in range(2):
-            model((torch.arange(12).view(2, 6) + step) % 17).square().mean().backward()
+        for batch in inputs:
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         models.append(whole_parameters(model))
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_training_equals_the_eager_models() -> None:
+    run_spmd(check_training, 2, Plain, [(torch.arange(12).view(2, 6) + step) % 17 for step in range(2)])
+
+
+def test_training_with_parameters_made_of_parameters() -> None:
+    run_spmd(check_training, 2, Derivations, [torch.randn(4, 5) for _ in range(2)])

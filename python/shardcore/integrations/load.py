@@ -57,17 +57,22 @@ def load_safetensors(
         What was left out with ``strict=False``.
 
     Raises:
-        CheckpointError: on every rank, all that any rank found wrong: files, names, shapes, dtypes. The model is
-            unchanged then, unless reading itself failed.
+        CheckpointError: on every rank, all that any rank found wrong: files, names, shapes, dtypes, or an exception
+            of any kind, as of ``rename``, which is the cause on its rank. The model is unchanged then, unless reading
+            itself failed.
     """
     where = targets_of(model, mesh)
-    stored, problems = _open(path, rename)
     chosen: list[tuple[Target, StoredTensor]] = []
-    left_out = Loaded([], [])
-    if not problems:
-        chosen, left_out = _match(where.targets, stored)
-        problems = _complaints(chosen, left_out, strict=strict, cast=cast)
-    _raise_together(problems, where.axis, f"{path} does not fit the model")
+    problems: list[str] = []
+    left_out, cause = Loaded([], []), None
+    try:
+        stored, problems = _open(path, rename)
+        if not problems:
+            chosen, left_out = _match(where.targets, stored)
+            problems = _complaints(chosen, left_out, strict=strict, cast=cast)
+    except Exception as error:  # noqa: BLE001  # the other ranks must hear of it, whatever it is
+        problems, cause = [_told(error, f"matching {path} with the model", where.axis)], error
+    _raise_together(problems, where.axis, f"{path} does not fit the model", cause)
     _read(chosen, where)
     return left_out
 
@@ -75,21 +80,29 @@ def load_safetensors(
 def _open(
     path: str | os.PathLike[str], rename: Callable[[str], str | None] | None
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    try:
-        found = open_safetensors(path)
-    except CheckpointError as error:
-        return {}, [str(error)]
+    found = open_safetensors(path)
     if rename is None:
         return found, []
     stored: dict[str, StoredTensor] = {}
     problems = []
     for old, tensor in found.items():
-        new = rename(old)
+        new = _renamed(rename, old, tensor)
         if new in stored:
             problems.append(f"rename gives {new!r} for both {stored[new].name!r} and {old!r}")
         elif new is not None:
             stored[new] = tensor
     return stored, problems
+
+
+def _renamed(rename: Callable[[str], str | None], old: str, tensor: StoredTensor) -> str | None:
+    where = f"rename({old!r}), for a tensor of {tensor.file.path},"
+    try:
+        new = rename(old)
+    except Exception as error:
+        raise CheckpointError(f"{where} raised {_named(error)}") from error
+    if new is not None and not isinstance(new, str):
+        raise CheckpointError(f"{where} returned {new!r}; expected the model's name, a str, or None to leave it out")
+    return new
 
 
 def _match(
@@ -127,8 +140,19 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} {what}: {', '.join(names[:_MOST_LISTED])}{rest}"]
 
 
-def _raise_together(problems: list[str], axis: Axis, what: str) -> None:
-    """Raise on every rank what any rank complains of."""
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _told(error: Exception, doing: str, axis: Axis) -> str:
+    """What the other ranks are told of an error of this one; a CheckpointError names its file itself."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"rank {axis.ranks[axis.rank]}, {doing}: {_named(error)}"
+
+
+def _raise_together(problems: list[str], axis: Axis, what: str, cause: Exception | None = None) -> None:
+    """Raise on every rank what any rank complains of; ``cause`` is the exception of this rank, if it has one."""
     told = comm.exchange(problems, axis, "problems of a checkpoint")
     ranks_of: dict[str, list[int]] = {}
     for rank, texts in zip(axis.ranks, told, strict=True):
@@ -137,15 +161,17 @@ def _raise_together(problems: list[str], axis: Axis, what: str) -> None:
     if not ranks_of:
         return
     lines = [text if len(ranks) == axis.size else f"{text} (ranks {ranks})" for text, ranks in ranks_of.items()]
-    raise CheckpointError("\n  ".join([f"{what}:", *lines]))
+    raise CheckpointError("\n  ".join([f"{what}:", *lines])) from cause
 
 
 def _read(chosen: list[tuple[Target, StoredTensor]], where: Targets) -> None:
-    problems = []
+    problems, cause = [], None
+    doing = "writing to the model"
     try:
         for target, tensor in chosen:
+            doing = f"loading {target.names[0]} from {tensor.file.path}"
             target.write(tensor.read)
-    except CheckpointError as error:
-        problems = [str(error)]
-    _raise_together(problems, where.axis, "the model is loaded in part only")
+    except Exception as error:  # noqa: BLE001  # as above
+        problems, cause = [_told(error, doing, where.axis)], error
+    _raise_together(problems, where.axis, "the model is loaded in part only", cause)
     where.publish()

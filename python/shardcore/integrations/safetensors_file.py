@@ -1,7 +1,8 @@
 """Reading safetensors files by ranges of elements: one file, or Hugging Face's several with an index.
 
 The format: 8 bytes with the length of a JSON header (little-endian), the header ``{name: {dtype, shape,
-data_offsets}}`` with offsets into what follows, the data. https://huggingface.co/docs/safetensors
+data_offsets}}`` with offsets into what follows, the data, of which every byte belongs to one tensor.
+https://huggingface.co/docs/safetensors
 
 Its own library gives slices along the dims of a tensor; a shard is a range of the flattened tensor, which is one range
 of the file.
@@ -13,10 +14,14 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -35,12 +40,19 @@ _DTYPES = {
     "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_FIELDS = ("dtype", "shape", "data_offsets")
+_METADATA = "__metadata__"
+_DAMAGED = "The file is damaged or cut off: fetch it, or write it, again"
+_MOST_COUNT = 2**64 - 1
 _MOST_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
 _INDEX = ".safetensors.index.json"
@@ -58,6 +70,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     """Where its bytes start in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Write elements [start, stop) of the flattened tensor into ``out`` [stop - start], contiguous, any dtype and
@@ -122,26 +139,98 @@ class SafetensorsFile:
                 f"header of {header_nbytes}"
             )
         try:
-            header = json.loads(text)
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            header = _parse(text)
             base = 8 + header_nbytes
-            return {name: self._entry(name, entry, base, total_nbytes) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"the header of {self.path} is not one of a safetensors file: {error!r}") from error
+            found = {name: self._entry(name, entry, base) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"the header of {self.path} is not one of a safetensors file: {type(error).__name__}: {error}"
+            ) from error
+        self._check_cover(found, base, total_nbytes)
+        return found
 
-    def _entry(self, name: str, entry: Mapping[str, Any], base: int, total_nbytes: int) -> StoredTensor:
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
+    def _entry(self, name: str, entry: Any, base: int) -> StoredTensor:
+        _check_once(entry, _FIELDS, f"tensor {name!r}")
+        kind, sizes, offsets = (entry[field] for field in _FIELDS)
+        if kind not in _DTYPES:
             raise CheckpointError(
-                f"tensor {name!r} of {self.path} has dtype {entry['dtype']!r}; known are {', '.join(_DTYPES)}"
+                f"tensor {name!r} of {self.path} has dtype {shown(kind)}; known are {', '.join(_DTYPES)}"
             )
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-        if stop - start != prod(shape) * dtype.itemsize or start < 0 or base + stop > total_nbytes:
+        if not _are_counts(sizes) or max(accumulate(sizes, mul), default=1) > _MOST_COUNT:
             raise CheckpointError(
-                f"tensor {name!r} of {self.path}: bytes [{start}, {stop}) of {total_nbytes - base} cannot hold shape "
-                f"{list(shape)} of {entry['dtype']}; the file is damaged or cut off"
+                f"tensor {name!r} of {self.path} has shape {shown(sizes)}; expected a list of integers >= 0 whose "
+                f"product fits in 64 bits. {_DAMAGED}"
+            )
+        if not _are_counts(offsets) or len(offsets) != 2:
+            raise CheckpointError(
+                f"tensor {name!r} of {self.path} has data_offsets {shown(offsets)}; expected two integers >= 0. "
+                f"{_DAMAGED}"
+            )
+        dtype, shape, (start, stop) = _DTYPES[kind], tuple(sizes), offsets
+        if stop - start != prod(shape) * dtype.itemsize:
+            raise CheckpointError(
+                f"tensor {name!r} of {self.path}: bytes [{start}, {stop}) cannot hold shape {list(shape)} of {kind}. "
+                f"{_DAMAGED}"
             )
         return StoredTensor(self, name, dtype, shape, base + start)
+
+    def _check_cover(self, found: Mapping[str, StoredTensor], base: int, total_nbytes: int) -> None:
+        """The format wants every byte of the data to belong to exactly one tensor."""
+        end, last = base, "the start of the data"
+        for tensor in sorted(found.values(), key=lambda t: (t.offset, t.nbytes)):
+            gap, this = tensor.offset - end, f"tensor {tensor.name!r}"
+            if gap < 0:
+                raise CheckpointError(f"{self.path}: {last} and {this} overlap. {_DAMAGED}")
+            if gap > 0:
+                raise CheckpointError(f"{self.path}: {gap} bytes between {last} and {this} are no tensor's. {_DAMAGED}")
+            end, last = tensor.offset + tensor.nbytes, this
+        if end != total_nbytes:
+            raise CheckpointError(
+                f"{self.path} has {total_nbytes - base} bytes of data; the tensors of its header take {end - base}. "
+                f"{_DAMAGED}"
+            )
+
+
+class _Object(dict[str, Any]):
+    """An object of JSON, which knows the names that it was given more than once; the last of these count."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice: set[str] = set()
+        if len(self) < len(pairs):
+            self.twice = {name for name, times in Counter(name for name, _ in pairs).items() if times > 1}
+
+
+def _parse(text: bytes) -> _Object:
+    """The entries of the tensors, and nothing but what JSON and the format allow."""
+    header: _Object = json.loads(text.decode("utf-8"), object_pairs_hook=_Object, parse_constant=_refuse_constant)
+    _check_once(header, (_METADATA,), "the header")
+    metadata = header.pop(_METADATA, None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ValueError(f"{_METADATA} is {shown(metadata)}; expected an object of strings")
+    for name, value in (metadata or {}).items():
+        if not isinstance(value, str):
+            raise ValueError(f"{_METADATA} has {shown(value)} for {name!r}; expected a string")
+    for name in [*header, *(metadata or {}), *(metadata or {}).values()]:
+        name.encode()  # half a surrogate pair is no text
+    return header
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_once(value: Any, names: Collection[str], what: str) -> None:
+    if not isinstance(value, _Object):
+        raise ValueError(f"{what} is {shown(value)}; expected an object")
+    twice = sorted(value.twice.intersection(names))
+    if twice:
+        raise ValueError(f"{what} has {twice[0]} more than once")
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether this is a list of unsigned 64-bit integers; True and 3.0 are none."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST_COUNT for value in values)
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -188,7 +277,7 @@ def _read_index(path: Path) -> dict[str, str]:
         outside = [file for file in file_of.values() if Path(file).name != file]
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
     if outside:
         raise CheckpointError(f"{path} names {outside[0]!r}; the files of an index lie beside it")

@@ -62,6 +62,7 @@ def _away_class(cls: type) -> type:
 def notice_uses(tensor: torch.Tensor) -> None:
     """Let the next use of ``tensor`` be noticed."""
     if not isinstance(tensor, Away):
+        private.before_any_parameter(_bring_to_be_shared)
         tensor.__class__ = _away_class(type(tensor))
 
 
@@ -84,6 +85,13 @@ def find_piece(tensor: Any) -> Any | None:
 def detach_piece(tensor: torch.Tensor) -> None:
     """The parameter is no longer under construction."""
     tensor.__dict__.pop(_PIECE_ATTRIBUTE, None)
+
+
+def _bring_to_be_shared(data: torch.Tensor) -> None:
+    """Before a parameter is made of ``data``, whose memory it will show."""
+    piece = find_piece(data) if isinstance(data, Away) else None
+    if piece is not None:
+        piece.keeper.bring([data])
 
 
 def _belongs(tensor: torch.Tensor, keeper: Any) -> bool:

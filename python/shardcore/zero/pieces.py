@@ -136,16 +136,18 @@ class Keeper:
         if self.axis.size == 1:
             return
         leaving = [key for key in self._whole if key not in keep and key not in self._held]
-        if not leaving:
-            return
-        # Not on the device of a context that the model is built in.
-        verdicts = torch.tensor([self._verdict(key) for key in leaving], dtype=torch.int32, device="cpu")
-        comm.max_over_ranks(verdicts, self.axis, "parameters under construction that stay whole")
-        for key, verdict in zip(leaving, verdicts.tolist(), strict=True):
-            if verdict == _LEAVES:
-                self._send_away(self._whole[key])
-            elif verdict == _DEAD:
-                del self._whole[key]
+        while leaving:
+            # Not on the device of a context that the model is built in.
+            votes = torch.tensor([self._verdict(key) for key in leaving], dtype=torch.int32, device="cpu")
+            comm.max_over_ranks(votes, self.axis, "parameters under construction that stay whole")
+            verdicts = dict(zip(leaving, votes.tolist(), strict=True))
+            for key, verdict in verdicts.items():
+                if verdict == _LEAVES:
+                    self._send_away(self._whole[key])
+                elif verdict == _DEAD:
+                    del self._whole[key]
+            # The memory of one that was dead may have been another's, which can leave now.
+            leaving = [key for key in leaving if verdicts[key] == _STAYS] if _DEAD in verdicts.values() else []
 
     def _verdict(self, key: int) -> int:
         """What this rank wants to become of a whole parameter; the largest of all ranks' counts."""
