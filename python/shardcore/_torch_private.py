@@ -33,13 +33,12 @@ BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, 
 
 DispatchMode = TorchDispatchMode
 """Sees every operation that torch dispatches while it is entered."""
+flatten, unflatten = tree_flatten, tree_unflatten
+"""The leaves of nested containers and how they hang together, and back; torch's tree functions have no public name."""
 
-_optimizer_checks: list[Callable[[torch.optim.Optimizer], None]] = []
 _clipping_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
-_norm_checks: list[Callable[[], None]] = []
-_backward_wrappers: list[BackwardWrapper] = []
-_parameter_callbacks: list[Callable[[torch.Tensor], None]] = []
-_zero_grad_callbacks: list[Callable[[torch.nn.Module, bool], None]] = []
+_registered: set[Callable[..., Any]] = set()
+"""What has been hung onto torch once, and is not again."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -359,8 +358,8 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def before_any_optimizer_step(check: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call ``check`` before each step of every optimizer of this process; the same function is registered once."""
-    if check not in _optimizer_checks:
-        _optimizer_checks.append(check)
+    if check not in _registered:
+        _registered.add(check)
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
 
 
@@ -386,9 +385,9 @@ def before_any_norm(check: Callable[[], None]) -> None:
     That is what it gets from ``[p.grad for p in params if p.grad is not None]`` where gradients are elsewhere. It is
     replaced under its public name only: ``clip_grad_norm_`` checks its parameters itself.
     """
-    if check in _norm_checks:
+    if check in _registered:
         return
-    _norm_checks.append(check)
+    _registered.add(check)
     norm = torch.nn.utils.get_total_norm
 
     @functools.wraps(norm)
@@ -405,9 +404,9 @@ def after_any_zero_grad(callback: Callable[[torch.nn.Module, bool], None]) -> No
     """Call ``callback(module, set_to_none)`` when a module has cleared its gradients, also a part or a wrapper of a
     model. torch's method looks at ``param.grad`` only, and offers no hook.
     """
-    if callback in _zero_grad_callbacks:
+    if callback in _registered:
         return
-    _zero_grad_callbacks.append(callback)
+    _registered.add(callback)
     zero_grad = torch.nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -422,9 +421,9 @@ def before_any_parameter(callback: Callable[[torch.Tensor], None]) -> None:
     """Call ``callback(data)`` before ``nn.Parameter(data)``, or the constructor of a subclass, shows the memory of a
     tensor ``data``. torch offers no hook, and looks at the tensor's class first, which is swapped while data are away.
     """
-    if callback in _parameter_callbacks:
+    if callback in _registered:
         return
-    _parameter_callbacks.append(callback)
+    _registered.add(callback)
 
     def seen(make: Callable[..., Any]) -> Any:
         @functools.wraps(make)
@@ -446,9 +445,9 @@ def around_any_backward(wrapper: BackwardWrapper) -> None:
     ``accumulates`` tells a backward from ``grad``. torch has no public hook for the moment at which gradients enter the
     engine; both functions look this one up when they run, under whatever name they were imported.
     """
-    if wrapper in _backward_wrappers:
+    if wrapper in _registered:
         return
-    _backward_wrappers.append(wrapper)
+    _registered.add(wrapper)
     inner = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @not_traced
@@ -468,18 +467,6 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(parameters, *args, **kwargs)
 
     return checked
-
-
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested tuples, lists, dicts and whatever else is registered with torch, and how they hang together.
-    torch's own tree functions have no public name.
-    """
-    return tree_flatten(tree)
-
-
-def unflatten(leaves: list[Any], structure: Any) -> Any:
-    """What :func:`flatten` took apart, in new containers."""
-    return tree_unflatten(leaves, structure)
 
 
 @contextmanager
