@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -359,6 +359,12 @@ class ParameterSlot:
     numel: int
     offset: int
     """Start in the group's flat buffer, in elements."""
+    shape: torch.Size = field(init=False)
+    """What the parameter has had since it was sharded."""
+
+    def __post_init__(self) -> None:
+        """Take note of the shape."""
+        self.shape = self.param.shape
 
 
 def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
@@ -369,6 +375,19 @@ def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
 def find_root(module: torch.nn.Module) -> Any | None:
     """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None."""
     return module.__dict__.get(_ROOT_ATTRIBUTE)
+
+
+def not_sharded(module: torch.nn.Module) -> str:
+    """What to say of a module that ``zero.shard`` was not called with, and which one to give instead."""
+    name = type(module).__name__
+    inside = next((path for path, child in module.named_modules() if find_root(child) is not None), None)
+    if inside is not None:
+        return f"{name} is not sharded itself, but its part {inside!r} is; give that"
+    slot = next((slot for slot in map(find_slot, module.parameters()) if slot is not None), None)
+    if slot is not None:
+        whole = type(slot.group.root.module).__name__
+        return f"{name} is a part of a sharded {whole}; give the whole model, which shardcore.shard was called with"
+    return f"{name} is not sharded; call shardcore.shard(model, ...) first, and pass that model"
 
 
 def attach_pipeline(part: PipelinePart) -> None:

@@ -353,3 +353,14 @@ def test_a_loader_draws_nothing_from_torchs_random_numbers() -> None:
     before = torch.get_rng_state()
     list(loader)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_is_not_asked_to_shuffle_what_its_sampler_orders() -> None:
+    data = list(range(8))
+    sampler = sc.data.sampler(data)
+    for options in ({"shuffle": True}, {"batch_sampler": [[0]]}):
+        with pytest.raises(
+            ConfigError, match=r"the sampler says which samples.*shardcore\.data\.sampler\(dataset, mesh, s"
+        ):
+            sc.data.RankLoader(data, sampler, batch_size=2, **options)
+    assert len(list(sc.data.RankLoader(data, sampler, batch_size=2, shuffle=False))) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from house import sources
@@ -14,9 +15,12 @@ def check_examples(folder: str) -> None:
     text = (sources.REPO / "docs" / "building.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 2
-    names: dict[str, object] = {"folder": folder}
-    for example in examples:
-        exec(example, names)
+    before, sys.argv = sys.argv, ["load.py", folder]
+    try:
+        for example in examples:
+            exec(example, {})
+    finally:
+        sys.argv = before
 
 
 def test_the_examples_run(tmp_path: Path) -> None:

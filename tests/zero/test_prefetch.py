@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from typing import Any
 
@@ -143,6 +144,63 @@ def test_a_budget_below_a_unit_is_an_error_with_the_arithmetic() -> None:
         sc.shard(Block(), stage=3, budget=10**6, prefetch=PrefetchLimits())
     with pytest.raises(ConfigError, match="below stage 3 parameters are whole"):
         sc.shard(Block(), stage=2, budget=10**6)
+
+
+@spmd(world=2)
+def test_the_error_of_a_small_budget_names_modules_and_a_budget_that_suffices() -> None:
+    sc.shard(Block(), stage=3)  # another model must not show in the names
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.LayerNorm(7))
+    with pytest.raises(PlanError, match=r"unit '0\.[01]' alone has") as caught:
+        sc.shard(model, stage=3, units=[Block], budget=100)
+    found = re.search(r"a forward through '0\.[01]' has '0\.[01]' .* \+ 'root' .* = (\d+) bytes", str(caught.value))
+    assert found is not None, str(caught.value)
+    enough = int(found[1])
+    sc.shard(model, stage=3, units=[Block], budget=enough - 1)  # what was refused may be tried again
+    with pytest.raises(PlanError, match=rf'"0\.0" .* \+ "root" .*smallest workable budget is {enough} bytes'):
+        model(rows(0, 0, 4, 7))
+    other = nn.Sequential(nn.Sequential(Block(), Block()), nn.LayerNorm(7))
+    sc.shard(other, stage=3, units=[Block], budget=enough)
+    train(other, 2)
+
+
+@spmd(world=2)
+def test_groups_of_one_unit_have_numbers_in_its_plan() -> None:
+    model = nn.Sequential(Block(), Block())
+    model[0].up.bias.requires_grad_(False)
+    sc.shard(model, stage=3)
+    train(model, 2)
+    names = {name for name, _, _ in find_root(model).prefetcher.coordinator.plan("train").gathers}
+    assert names == {"0 (group 1 of 2)", "0 (group 2 of 2)", "1"}
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ("1GB", "budget=8 * 2**30 for 8 GiB"),
+        (1e9, "budget=1000000000"),
+        (1.5, "8 GiB"),
+        (float("inf"), "8 GiB"),
+        (float("nan"), "8 GiB"),
+        (True, "8 GiB"),
+        (-1, "an int of 1 to"),
+        (1 << 63, "an int of 1 to"),
+    ],
+)
+def test_a_budget_that_is_no_number_of_bytes_is_refused_with_what_to_write(value: Any, advice: str) -> None:
+    text = rf"^budget={re.escape(repr(value))}: expected bytes, as an int .*{re.escape(advice)}"
+    with pytest.raises(ConfigError, match=text):
+        sc.shard(nn.Linear(2, 2), budget=value)
+    with pytest.raises(ConfigError, match=text):
+        PrefetchLimits(budget=value)
+
+
+def test_limits_of_prefetching_are_whole_numbers_of_bytes() -> None:
+    for name in ("max_live_nbytes", "prefetch_nbytes", "max_reuse_nbytes", "persistence_nbytes"):
+        with pytest.raises(ConfigError, match=rf"{name}=2\.5: expected bytes, as an int of 0 to"):
+            PrefetchLimits(**{name: 2.5})
+    with pytest.raises(ConfigError, match=r"persistence_nbytes=None: expected bytes, as an int of 0 .*- 1; write"):
+        PrefetchLimits(persistence_nbytes=None)  # type: ignore[arg-type]
+    assert PrefetchLimits(budget=torch.tensor(7)).budget == 7  # type: ignore[arg-type]
 
 
 @spmd(world=2)

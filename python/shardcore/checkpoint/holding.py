@@ -26,6 +26,7 @@ from shardcore.protocols import (
     ShardedRoot,
     find_root,
     find_slot,
+    not_sharded,
     whole_shape,
 )
 
@@ -112,7 +113,7 @@ def root_of(model: nn.Module, what: str) -> ShardedRoot:
     """
     root = find_root(model)
     if root is None:
-        raise ConfigError(f"{what}: {type(model).__name__} is not sharded; call shardcore.shard(model, ...) first")
+        raise ConfigError(f"{what}: {not_sharded(model)}")
     return root  # type: ignore[no-any-return]
 
 

@@ -122,8 +122,8 @@ def _fill_clipping(gradients: dict[str, Any], findings: Findings, drop_in: bool)
     elif drop_in:
         gradients["clipping"] = DROP_IN_CLIPPING
         findings.notes.append(
-            f"gradient_clipping: not given, so the global norm is clipped at {DROP_IN_CLIPPING} as in DeepSpeed; "
-            "0 turns it off"
+            f"gradient_clipping: not given, so the global norm is clipped at {DROP_IN_CLIPPING} as in DeepSpeed 0.19.8 "
+            "(older versions do not clip); 0 turns it off"
         )
 
 

@@ -21,11 +21,11 @@ that is left out.
 
 `"auto"` inside a section is the default, and is noted in the log; at the top level it is an error: where a trainer
 around it fills the value in for DeepSpeed, write the number. The drop-in module `shardcore.deepspeed` differs in this:
-where the file does not say, clipping is 1.0 (natively there is none) and AdamW's weight decay is 0 (natively torch's
-0.01); and configuration errors are AssertionErrors as well. Either way a warm-up gives its first value to one update,
-where DeepSpeed's schedules give it to two (over 4 steps 0, 0.25, 0.5, 0.75, 1, not 0, 0, 0.25, 0.5, 0.75), `"Adam"` is
-AdamW unless `adam_w_mode` is false, as in DeepSpeed, and an optimizer that is passed in stands in place of the section
-`optimizer`.
+where the file does not say, clipping is 1.0, as in DeepSpeed 0.19.8 (older versions, and this library natively, do not
+clip), and AdamW's weight decay is 0 (natively torch's 0.01); and configuration errors are AssertionErrors as well.
+Either way a warm-up gives its first value to one update, where DeepSpeed's schedules give it to two (over 4 steps 0,
+0.25, 0.5, 0.75, 1, not 0, 0, 0.25, 0.5, 0.75), `"Adam"` is AdamW unless `adam_w_mode` is false, as in DeepSpeed, and an
+optimizer that is passed in stands in place of the section `optimizer`.
 
 | key | what it does | default |
 |---|---|---|

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardcore.data.rank_sampler import RankSampler, SamplerState
+from shardcore.errors import ConfigError
 
 
 class RankLoader(DataLoader[Any]):
@@ -24,12 +25,22 @@ class RankLoader(DataLoader[Any]):
         batch_size: samples per batch of this rank.
         **options: as torch's; not ``shuffle`` or ``batch_sampler``, which are the sampler's affair. Without a
             ``generator`` it gets its own, so that iterating anew draws nothing from torch's random numbers.
+
+    Raises:
+        ConfigError: ``shuffle`` or ``batch_sampler`` was given.
     """
 
     sampler: RankSampler
     batch_size: int
 
     def __init__(self, dataset: Any, sampler: RankSampler, batch_size: int, **options: Any) -> None:
+        for name in ("shuffle", "batch_sampler"):
+            if options.get(name):
+                raise ConfigError(
+                    f"RankLoader({name}={options[name]!r}): the sampler says which samples this rank reads, and in "
+                    "which order; leave it out, and give the sampler shuffle=True or False by "
+                    "shardcore.data.sampler(dataset, mesh, shuffle=...)"
+                )
         options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **options)
 

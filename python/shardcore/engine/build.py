@@ -20,7 +20,7 @@ from shardcore.config import BatchSizes, Classes, Config, LeafConfig, load_confi
 from shardcore.engine.engine import Engine
 from shardcore.engine.network import communication, data_world, make_mesh
 from shardcore.engine.recomputation import recompute
-from shardcore.engine.stages import into_stages, on_this_rank
+from shardcore.engine.stages import into_stages, listed, on_this_rank
 from shardcore.errors import ConfigError, DropInConfigError
 from shardcore.mesh import Mesh
 from shardcore.offload import Offload
@@ -103,7 +103,7 @@ def initialize(
     mesh = make_mesh(loaded, mesh, failure, is_given=is_given)
     _announce(loaded, mesh, replaces_optimizer=optimizer is not None)
     batch = loaded.resolve_batch(mesh.data_world)
-    parameters = None if model_parameters is None else list(model_parameters)
+    parameters = listed(model_parameters)
     whole = set(model.parameters())
     model = _split(loaded, model, mesh, batch)
     parameters = on_this_rank(model, whole, parameters, optimizer)

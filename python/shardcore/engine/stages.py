@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardcore.config import Config
+from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 from shardcore.pipeline import Pipeline
 
@@ -41,23 +42,58 @@ def into_stages(config: Config, model: nn.Module, mesh: Mesh, num_microbatches: 
     return pipe
 
 
+def listed(parameters: Iterable[Any] | None) -> list[Any] | None:
+    """Parameters, (name, parameter) pairs or groups of such, with lists in place of iterators."""
+    if parameters is None:
+        return None
+    return [
+        item
+        if not isinstance(item, dict) or isinstance(item.get("params", ()), torch.Tensor)
+        else {**item, "params": list(item.get("params", ()))}
+        for item in parameters
+    ]
+
+
+def _check_parameters(whole: set[nn.Parameter], parameters: list[Any] | None) -> None:
+    """Raise unless what is to be trained is in the model."""
+    params: list[torch.Tensor] = []
+    for item in parameters or ():
+        inside = item["params"] if isinstance(item, dict) else [item]
+        found = map(_param_of, [inside] if isinstance(inside, torch.Tensor) else inside)
+        params += [param for param in found if isinstance(param, torch.Tensor)]
+    strangers = [param for param in params if param not in whole]
+    if strangers:
+        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
+        raise ConfigError(
+            f"initialize(model_parameters=...): {len(strangers)} of {len(params)} parameters (shapes {shapes}"
+            f"{', ...' if len(strangers) > 5 else ''}) are not those of model=: pass "
+            "model.parameters() of the same model, taken after the last change to it, or leave model_parameters out"
+        )
+
+
 def on_this_rank(
     model: nn.Module, whole: set[nn.Parameter], parameters: list[Any] | None, optimizer: Any
 ) -> list[Any] | None:
     """The user's parameters, or groups of them, without those of other ranks' stages; also those of a torch optimizer,
     in place.
 
-    Groups stay, also empty ones, so that a scheduler finds them on every rank; so does what was never in the model,
-    which is refused elsewhere.
+    Groups stay, also empty ones, so that a scheduler finds them on every rank; so does what a torch optimizer holds
+    that was never in the model, which is refused when it is sharded.
 
     Args:
         model: this rank's stages, or all of the model.
         whole: the parameters of all of it.
+        parameters: what :func:`listed` gave; without use where there is a torch optimizer.
+
+    Raises:
+        ConfigError: some of them are not the model's.
     """
     away = whole.difference(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             _leave_out(group, away)
+    else:
+        _check_parameters(whole, parameters)
     if parameters is None:
         return None
     kept = [item for item in parameters if isinstance(item, dict) or _param_of(item) not in away]

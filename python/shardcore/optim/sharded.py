@@ -24,7 +24,7 @@ from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
 from shardcore.optim.single import OfOneParameter
-from shardcore.optim.targets import Options, find_class, named_options, resolve_targets
+from shardcore.optim.targets import Options, check_options, find_class, named_options, resolve_targets
 from shardcore.optim.tokens import count_tokens, tokens_per_rank
 from shardcore.optim.updating import make_update
 from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, ShardedRoot
@@ -76,6 +76,7 @@ def optimizer(
         sharded = ShardedOptimizer.from_instance(algorithm, targets, max_grad_norm, loss_scale)
     else:
         build = find_class(algorithm) if isinstance(algorithm, str) else algorithm
+        check_options(build, options)
         roots, groups = resolve_targets(targets)
         sharded = ShardedOptimizer(lambda pieces: build(pieces, **options), roots, groups, max_grad_norm, loss_scale)
     sharded.normalize = normalize

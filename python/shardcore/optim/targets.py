@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcore.config import nearest
 from shardcore.errors import ConfigError
-from shardcore.protocols import ShardedRoot, find_pipeline, find_root, find_slot
+from shardcore.protocols import ShardedRoot, find_pipeline, find_root, find_slot, not_sharded
 
 Options = dict[str, Any]
 
@@ -28,16 +31,13 @@ def resolve_targets(targets: Any) -> tuple[list[ShardedRoot], list[Options]]:
             "the optimizer got no parameters: every group is empty. Pass a sharded model or its parameters"
         )
     slots = [find_slot(param) for param in params]
-    strangers = [param for param, slot in zip(params, slots, strict=True) if slot is None]
-    if strangers:
-        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
-        raise ConfigError(
-            f"the optimizer holds {len(strangers)} of {len(params)} parameters that are not in a sharded module "
-            f"(shapes {shapes}, ...). "
-            "Call shardcore.shard(model, ...) first and pass that model's parameters"
-        )
+    if None in slots:
+        raise ConfigError(_of_strangers(params))
     if len(set(params)) != len(params):
-        raise ConfigError(f"{len(params) - len(set(params))} parameters are in the optimizer twice; list each once")
+        twice = [slot.name for slot, count in Counter(slots).items() if slot is not None and count > 1]
+        raise ConfigError(
+            f"{len(twice)} parameters are in the optimizer more than once ({_some(twice)}); list each once"
+        )
     roots = list(dict.fromkeys(_slot_root(param) for param in params))
     in_pipeline = any(find_pipeline(root.module) for root in roots)  # other stages have parameters to train
     may_be_thawed = any(slot.group.trainable for slot in slots if slot is not None)  # frozen for a while, as in a GAN
@@ -75,6 +75,29 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
+def check_options(build: Callable[..., torch.optim.Optimizer], options: Iterable[str]) -> None:
+    """Refuse options that the optimizer does not have.
+
+    Raises:
+        ConfigError: names each of them, and the nearest that there is.
+    """
+    try:
+        taken = list(inspect.signature(build).parameters.values())[1:]  # after the parameters
+    except (TypeError, ValueError):  # written in C, say: it judges for itself
+        return
+    if any(argument.kind is argument.VAR_KEYWORD for argument in taken):
+        return
+    known = [argument.name for argument in taken if argument.kind is not argument.POSITIONAL_ONLY]
+    problems = []
+    for option in options:
+        if option not in known:
+            guess = nearest(option, known)
+            hint = f"did you mean {guess!r}?" if guess is not None else f"it has {', '.join(known) or 'none'}"
+            problems.append(f"no option {option!r}; {hint}")
+    if problems:
+        raise ConfigError(f"optimizer {getattr(build, '__name__', build)}: {'; '.join(problems)}")
+
+
 def optimizer_names() -> list[str]:
     """The names that :func:`find_class` finds, in any case."""
     return sorted(_classes())
@@ -96,10 +119,7 @@ def _as_groups(targets: Any) -> list[Options]:
     if items and all(isinstance(item, nn.Module) for item in items):
         for module in items:
             if find_root(module) is None:
-                raise ConfigError(
-                    f"{type(module).__name__} is not sharded; call shardcore.shard(model, stage=...) before the "
-                    "optimizer"
-                )
+                raise ConfigError(f"optimizer: {not_sharded(module)}")
         return [{"params": list(dict.fromkeys(p for module in items for p in module.parameters()))}]
     if items and all(isinstance(item, dict) for item in items):
         return [{**item, "params": _as_parameters(item.get("params"))} for item in items]
@@ -114,6 +134,31 @@ def _as_parameters(params: Any) -> list[nn.Parameter]:
     if wrong:
         raise ConfigError(f"expected modules, parameters, or dicts with 'params'; got {', '.join(sorted(set(wrong)))}")
     return listed
+
+
+def _of_strangers(params: Sequence[nn.Parameter]) -> str:
+    """What to say of parameters without a place in a sharded model, and where they belong."""
+    slots = {param: find_slot(param) for param in params}
+    models = dict.fromkeys(slot.group.root.module for slot in slots.values() if slot is not None)
+    inside = {param: name for model in models for name, param in model.named_parameters()}
+    strangers = [param for param in params if slots[param] is None]
+    added = [inside[param] for param in strangers if param in inside]
+    if added:
+        return (
+            f"{len(added)} of the optimizer's {len(params)} parameters ({_some(added)}) were put into the model after "
+            "shardcore.shard(model, ...) and cannot be sharded later. Build the whole model first, then shard it, then "
+            "make the optimizer"
+        )
+    shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:5])
+    return (
+        f"the optimizer holds {len(strangers)} of {len(params)} parameters that are not in a sharded module "
+        f"(shapes {shapes}{', ...' if len(strangers) > 5 else ''}). Pass the parameters of a model that "
+        "shardcore.shard(model, ...) was called with, taken from that very model"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _slot_root(param: nn.Parameter) -> ShardedRoot:

@@ -31,6 +31,19 @@ def expect(name: str, value: object, kind: type[T]) -> T:
     return value
 
 
+def check_init(init: object) -> None:
+    """Raise unless ``init`` can be called.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if init is not None and not callable(init):
+        raise ConfigError(
+            f"shard(init={init!r}): expected a function of a module that initialises the module's own parameters and "
+            "buffers, or None for the modules' own way"
+        )
+
+
 def check_arguments(
     module: nn.Module,
     mesh: Mesh,

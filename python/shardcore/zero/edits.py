@@ -59,22 +59,26 @@ class Edits(RestingShard):
         """Raise if a parameter no longer lives in the flat buffer, so that updates would not reach it.
 
         Raises:
-            StateError: its ``.data`` was replaced; the message names it.
+            StateError: its ``.data`` was replaced, perhaps by others of another shape; the message names it.
         """
         if self.state is not ParamState.UNSHARDED:
             return
         base, itemsize = self.full.data_ptr(), self.full.element_size()
         with private.without_torch_function():
+            resized = [s for s in self.slots if s.param.shape != s.shape]
             moved = [s for s in self.slots if s.numel and s.param.data_ptr() != base + s.offset * itemsize]
+        if resized:
+            raise StateError(_resized(resized[0]))
         if moved:
             raise StateError(replaced_data(moved[0].name))
 
     def repoint(self) -> None:
-        """Make parameters whose data were replaced views of the flat buffer again."""
+        """Make parameters whose data were replaced views of the flat buffer again, in the shapes that they had."""
         with torch.no_grad(), private.without_torch_function():
             for slot in self.slots:
-                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.param.shape)
-                if slot.param.data_ptr() != view.data_ptr() or slot.param.dtype != view.dtype:
+                view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                param = slot.param
+                if (param.data_ptr(), param.dtype, param.shape) != (view.data_ptr(), view.dtype, view.shape):
                     slot.param.data = view
 
     def adopt_edits(self) -> None:
@@ -174,3 +178,13 @@ class Edits(RestingShard):
         elif self.has_masters:
             own, master = self.own_to_read[part], self.master[part]
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+
+
+def _resized(slot: ParameterSlot) -> str:
+    """What to say of a parameter that has another shape than when it was sharded."""
+    before, now = tuple(slot.shape), tuple(slot.param.shape)
+    return (
+        f"parameter {slot.name!r} was resized after sharding, from {before} to {now} (by param.data = ..., "
+        "model.resize_token_embeddings(...), ...): its shards and optimizer states have the old shape. Resize before "
+        "shardcore.shard"
+    )

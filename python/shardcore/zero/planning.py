@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardcore import comm, plan
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh import Axis, Mesh, Split
+from shardcore.zero.prefetch import shown_names
 from shardcore.zero.units import Assignment, parameter_dtype
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardcore.zero.communication import Communication
     from shardcore.zero.policy import Policy
 
@@ -87,3 +90,44 @@ def plan_units(assignment: Assignment, axes: dict[bool, Axes], segment_nbytes: i
         groups=[(unit, layout) for unit, layout, _ in found],
         reduce_order=[i for i in reversed(range(len(found))) if found[i][2]],
     )
+
+
+def check_budget(module: nn.Module, assignment: Assignment, layout: Layout, budget: int | None) -> None:
+    """Raise if a group is larger than what gathered parameters may take, saying what suffices where each unit is called
+    by the modules around it.
+
+    Raises:
+        PlanError: the budget is too small for every step.
+    """
+    sizes = [group.padded_numel * group.itemsize for _, group in layout.groups]
+    if budget is None or max(sizes, default=0) <= budget:
+        return
+    names = shown_names([assignment.units[unit].name for unit, _ in layout.groups])
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    path, used = _largest_use(module, assignment, layout, sizes)
+    total = " + ".join(f"{names[i]!r} ({sizes[i]} bytes)" for i in used)
+    raise PlanError(
+        f"the budget of {budget} bytes is too small: unit {names[largest]!r} alone has {sizes[largest]} bytes (padding "
+        f"included), and a forward through {path!r} has {total} = {sum(sizes[i] for i in used)} bytes in use at once; "
+        "give that at least, or split the model into smaller units"
+    )
+
+
+def _largest_use(
+    module: nn.Module, assignment: Assignment, layout: Layout, sizes: Sequence[int]
+) -> tuple[str, list[int]]:
+    """(module, groups) of the use that needs most bytes, with what the modules around it have in use meanwhile."""
+    groups_of: dict[nn.Module, list[int]] = {}
+    for group, (unit, _) in enumerate(layout.groups):
+        for user in assignment.units[unit].modules:
+            groups_of.setdefault(user, []).append(group)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    best: tuple[str, list[int]] = ("", [])
+    for name, user in modules.items():
+        if user in groups_of:
+            parts = name.split(".") if name else []
+            around = [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)]
+            used = sorted({group for outer in around for group in groups_of.get(outer, ())})
+            if sum(sizes[i] for i in used) > sum(sizes[i] for i in best[1]):
+                best = (name or "root", used)
+    return best

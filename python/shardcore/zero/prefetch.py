@@ -6,10 +6,12 @@ a plan, and what departs from it is gathered on demand (:mod:`shardcore.plan`, `
 
 from __future__ import annotations
 
+import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from shardcore import plan
@@ -39,10 +41,47 @@ class PrefetchLimits:
     persistence_nbytes: int = 0
     """Groups up to this size stay gathered to the end of the step (``stage3_param_persistence_threshold``)."""
 
+    def __post_init__(self) -> None:
+        """Raise unless all are whole numbers of bytes.
+
+        Raises:
+            ConfigError: the message names the argument.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                least = 1 if field.name == "budget" else 0
+                none = ", or None for no limit" if field.default is None else ""
+                object.__setattr__(self, field.name, _as_nbytes(field.name, value, least, none))
+
+
+def _as_nbytes(name: str, value: object, least: int, none: str) -> int:
+    number = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]  # what is no integer is refused
+    if number is None or not least <= number < 1 << 63:
+        exact = int(value) if isinstance(value, float) and value.is_integer() and value >= least else "8 * 2**30"
+        raise ConfigError(
+            f"{name}={value!r}: expected bytes, as an int of {least} to 2^63 - 1{none}; write {name}={exact}"
+            + ("" if isinstance(exact, int) else " for 8 GiB")
+        )
+    return number
+
 
 def default_limits(unit_nbytes: Sequence[int], root_nbytes: int) -> PrefetchLimits:
     """Room for the unit in use, one more beside it, and what the model itself holds all the time."""
     return PrefetchLimits(max_live_nbytes=root_nbytes + 2 * max(unit_nbytes, default=0))
+
+
+def shown_names(units: Sequence[str]) -> list[str]:
+    """How plans call the groups whose units these are: by the unit, with a number where it has several groups."""
+    total, seen = Counter(units), Counter[str]()
+    names = []
+    for unit in units:
+        seen[unit] += 1
+        names.append(unit if total[unit] == 1 else f"{unit} (group {seen[unit]} of {total[unit]})")
+    return names
 
 
 class Prefetcher:
@@ -52,13 +91,12 @@ class Prefetcher:
     """
 
     def __init__(self, groups: Sequence[ShardGroup], limits: PrefetchLimits, takes_turns: Callable[[], bool]) -> None:
-        if limits.budget is not None and (isinstance(limits.budget, bool) or limits.budget < 1):
-            raise ConfigError(f"budget={limits.budget!r}: expected a number of bytes of at least 1, or None")
         self._groups = groups
         self._takes_turns = takes_turns
-        units = [(group.name, group.nbytes) for group in groups]
+        names = shown_names([group.name.rpartition("#")[0] for group in groups])
+        units = [(name, group.nbytes) for name, group in zip(names, groups, strict=True)]
         self.coordinator = plan.PrefetchCoordinator(units, **asdict(limits))
-        self._numbers = {group.name: group.index for group in groups}
+        self._numbers = {name: group.index for name, group in zip(names, groups, strict=True)}
         self._store = next((group.store for group in groups if group.store is not None), None)
         self._is_running = self._has_failed = False
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import ConfigError, RankMismatchError, StateError
-from shardcore.protocols import ParameterSlot, find_experts, find_root, find_slot
+from shardcore.protocols import ParameterSlot, find_experts, find_root, find_slot, not_sharded
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.root import Root
 
@@ -27,13 +27,11 @@ def root_of(module: nn.Module) -> Root:
     """What ``zero.shard`` left on the module.
 
     Raises:
-        ConfigError: the module is not sharded.
+        ConfigError: the module is not sharded, or only a part of a model that is.
     """
     root = find_root(module)
     if root is None:
-        raise ConfigError(
-            f"{type(module).__name__} is not sharded; call shardcore.shard(model, ...) first, and pass that model"
-        )
+        raise ConfigError(not_sharded(module))
     return root  # type: ignore[no-any-return]
 
 
@@ -174,7 +172,10 @@ class Session:
         if bad_groups:
             text = self._text_of_fault(bad_groups)
             self._restore(self._groups)
-            return StateError(text)
+            return StateError(
+                f"{text}. The parameters are as they were before the context; what else was changed in it (sizes that "
+                "modules and configurations keep, modules put in place of others) is not"
+            )
         forbidden = [slot for slot in self._slots if anywhere[slot] and slot not in self._writable]
         untraced = [g for g in self._groups if anywhere[g] and not self._writable.intersection(g.slots)]
         if forbidden or untraced:

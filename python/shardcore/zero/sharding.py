@@ -15,7 +15,7 @@ from shardcore.offload import Offload, ShardMemory
 from shardcore.protocols import ParameterSlot, attach_root, attach_slot, find_pipeline, find_root, find_slot
 from shardcore.zero import hooks
 from shardcore.zero.access import install_state_dict_hooks
-from shardcore.zero.arguments import check_arguments, expect
+from shardcore.zero.arguments import check_arguments, check_init, expect
 from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
@@ -26,7 +26,7 @@ from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.materialise import Init, materialise
 from shardcore.zero.pieces import cast_piece
 from shardcore.zero.placement import check_offload, place
-from shardcore.zero.planning import Axes, Layout, choose_axes, plan_units
+from shardcore.zero.planning import Axes, Layout, check_budget, choose_axes, plan_units
 from shardcore.zero.policy import Policy, Precision
 from shardcore.zero.prefetch import PrefetchLimits
 from shardcore.zero.root import Root, Unit
@@ -85,7 +85,8 @@ def shard(
         The same module.
 
     Raises:
-        ConfigError: a wrong stage or mesh, parameters that cannot be sharded, an offload that the stage does not have.
+        ConfigError: a wrong stage, mesh, budget or ``init``, parameters that cannot be sharded, an offload that the
+            stage does not have.
         StorageError: less host memory than the offload needs, with the arithmetic.
         PlanError: a group of parameters that does not fit into the budget.
         StateError: the module, or a part of it, is sharded already.
@@ -96,6 +97,7 @@ def shard(
     communication = expect("communication", communication or Communication(), Communication)
     check_offload(offload, policy)
     prefetch = _limits(budget, prefetch, policy)
+    check_init(init)
     mesh = as_mesh(mesh, module)
     check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = {experts: choose_axes(mesh, policy, communication, experts=experts) for experts in (False, True)}
@@ -107,6 +109,7 @@ def shard(
     materialise(module, mesh, assignment, init)
     _cast(module, precision, mesh.device)
     layout = plan_units(assignment, axes, segment_nbytes or default_segment_nbytes(mesh.device))
+    check_budget(module, assignment, layout, prefetch.budget if prefetch is not None else None)
     _broadcast_buffers(module, axes[False].data)
     memory = place(offload, assignment, layout, precision, mesh)
     groups = _make_groups(assignment, layout, policy, precision, axes, communication, mesh.device, memory)
@@ -149,6 +152,7 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
 def _limits(budget: int | None, prefetch: PrefetchLimits | None, policy: Policy) -> PrefetchLimits | None:
     if budget is None:
         return None if prefetch is None else expect("prefetch", prefetch, PrefetchLimits)
+    limits = PrefetchLimits(budget=budget)
     if policy.stage < 3:
         raise ConfigError(
             f"shard(stage={policy.stage}, budget={budget!r}): below stage 3 parameters are whole all the time, so that "
@@ -156,7 +160,7 @@ def _limits(budget: int | None, prefetch: PrefetchLimits | None, policy: Policy)
         )
     if prefetch is not None:
         raise ConfigError("shard(budget=..., prefetch=...): give one of them; PrefetchLimits has a budget, too")
-    return PrefetchLimits(budget=budget)
+    return limits
 
 
 def as_mesh(mesh: Mesh | Axis | DeviceMesh | None, module: nn.Module | None = None) -> Mesh:
