@@ -63,19 +63,16 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
 
 
 def take_hooks(tensor: torch.Tensor, own: RemovableHandle | None) -> list[Callable[[torch.Tensor], Any]]:
-    """The hooks of ``register_hook`` on the tensor but ``own``, which do nothing there any longer. Each obeys its
-    handle's ``remove()`` wherever it is registered next.
-
-    torch has no public way to list them; without it hooks meant for one tensor would act on a view of it.
+    """The hooks of ``register_hook`` on the tensor but ``own``, which do nothing there any longer; each still obeys its
+    handle. Without them (torch lists none) hooks meant for one tensor would act on a view of it.
     """
     hooks: dict[int, Callable[[torch.Tensor], Any]] = tensor._backward_hooks or {}
-    taken = [key for key in hooks if own is None or key != own.id]
 
     def moved(key: int) -> Callable[[torch.Tensor], Any]:
         hook, hooks[key] = hooks[key], lambda grad: None
         return lambda grad: hook(grad) if key in hooks else None
 
-    return [moved(key) for key in taken]
+    return [moved(key) for key in hooks if own is None or key != own.id]
 
 
 def has_forward_pre_hook(module: torch.nn.Module) -> bool:
@@ -128,6 +125,11 @@ def default_store() -> Store:
 def zero_all(tensors: Sequence[torch.Tensor]) -> None:
     """Set many tensors to zero in one call."""
     torch._foreach_zero_(list(tensors))
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes the tensor for a view, whose history follows writes to its base; torch tells no user."""
+    return tensor._is_view()
 
 
 def version(tensor: torch.Tensor) -> int:

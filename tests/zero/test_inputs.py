@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardcore as sc
 from shardcore import comm
@@ -153,6 +154,45 @@ def test_an_input_of_another_shape_or_memory_is_refused(deed: Deed, stage: int) 
     model = sc.shard(Residual(deed), sc.Mesh(device="cpu"), stage=stage, units=[Block])
     with pytest.raises(StateError, match=r"unit 'blocks.0' gave one of its inputs another shape or other memory"):
         model(rows(0, 0, 4, 6))
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(6, 6), Block(write_and_halve)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.stem(x).t())
+
+
+@spmd(world=2)
+def test_a_hook_on_a_view_that_is_written_to_is_refused() -> None:
+    model = sc.shard(Transposed(), sc.Mesh(device="cpu"), stage=3, units=[Block])
+    with pytest.raises(StateError, match=r"unit 'block' wrote in place to an input that is a view .* and hooked"):
+        model(rows(0, 0, 6, 6))
+
+
+class Recomputed(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@STAGES
+@spmd(world=2)
+def test_hooks_on_inputs_of_recomputed_units_act_as_in_torch(stage: int) -> None:
+    """Recomputation runs the forward again, and with it what it hooks."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        model(rows(0, sc.Mesh().rank, 4, 6)).square().mean().backward()
+        return [block.seen[0].grad for block in model.blocks]
+
+    check_follows(lambda: Recomputed(halve), play, stage=stage, units=[Block])
+    expected = gradients(seeded(lambda: Recomputed(retain)))
+    sharded = sc.shard(seeded(lambda: Recomputed(retain)), sc.Mesh(device="cpu"), stage=stage, units=[Block])
+    torch.testing.assert_close(gradients(sharded), expected)
 
 
 class History(nn.Module):

@@ -432,8 +432,8 @@ def raise_difference(b: _Board, axis: Axis, rank: int, difference: tuple[int, st
     error = RankMismatchError(
         f"ranks left the common order of collectives on axis {axis.name!r} at number {sequence}: rank {b.rank} runs "
         f"'{mine}', rank {rank} runs '{other}'. Every rank must make the same calls of the model, "
-        "backward, step, summon, state_dict and load_state_dict (with the same values) in the same order; look for one "
-        f"more on a rank, and for branches that depend on the rank or on its data{advice}"
+        "backward, step, summon, state_dict, load_state_dict (with the same values) and checkpoints in the same order; "
+        f"look for one more on a rank, and for branches that depend on the rank or on its data{advice}"
     )
     report_failure(error)
     try:

@@ -284,7 +284,7 @@ class _UnitHooks:
         if call is not None:
             nodes, given = call.nodes, call.inputs
             call.leave()
-        if not has_failed:
+        if not has_failed or private.in_backward():  # there, recomputation leaves a forward that has done enough
             for each in given.values():
                 each.hand_over(unit.name)
         if has_failed or not self._releases:

@@ -45,7 +45,7 @@ class Input:
         """The forward has returned: carry its hooks over to the original.
 
         Raises:
-            StateError: it has changed what cannot be carried over, its shape or memory.
+            StateError: it has changed what cannot be carried over, its shape or memory; or its hooks cannot.
         """
         original, alias = self.original, self.alias
         if type(original) is torch.Tensor and _memory_of(original) != _memory_of(alias):
@@ -55,7 +55,14 @@ class Input:
                 "like). Units get views of their inputs, so that the caller's tensor stays as it was: return the "
                 "changed tensor instead"
             )
-        for hook in private.take_hooks(alias, self.end):
+        hooks = private.take_hooks(alias, self.end)
+        if (hooks or alias.retains_grad) and self.was_written_to and private.is_view(original):
+            raise StateError(
+                f"the forward of unit {unit!r} wrote in place to an input that is a view (h.t(), h[0], ...) and "
+                "hooked its gradient (register_hook, retain_grad), which does not pass through the caller's view then: "
+                "write to a copy (x = x.clone())"
+            )
+        for hook in hooks:
             original.register_hook(hook)
         if alias.retains_grad:
             _retain_whole(original, alias)
