@@ -172,7 +172,7 @@ def test_wrong_optimizers_are_named() -> None:
     model, optimizer = sharded(2)
     with pytest.raises(ConfigError, match="did you mean"):
         sc.optimizer("adamv", model, lr=0.1)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="more than once"):
         sc.optimizer(torch.optim.SGD, [*model.parameters(), *model.parameters()], lr=0.1)
     with pytest.raises(ConfigError, match="learning rate"):
         sc.optimizer(torch.optim.SGD, model, lr=-1.0)
