@@ -48,6 +48,7 @@ def check_follows(
     stage: int,
     reference_play: Play | None = None,
     units: Any = "auto",
+    budget: int | None = None,
     steps: int = 3,
     tolerance: float = 1e-6,
     between: Callable[[nn.Module], None] | None = None,
@@ -59,7 +60,7 @@ def check_follows(
         between: done to the sharded model after each step; must not change what it learns.
     """
     mesh = sc.Mesh(device="cpu")
-    model = sc.shard(seeded(build), mesh, stage=stage, units=units)
+    model = sc.shard(seeded(build), mesh, stage=stage, units=units, budget=budget)
     optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
     for step in range(steps):
         play(model, step, mesh.data_rank)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore as sc
 from shardcore import comm
+from shardcore.comm import branches
 from shardcore.errors import RankMismatchError
 from shardcore.protocols import find_root
 from shardcore.testing import SpmdError, run_spmd, spmd
@@ -195,6 +196,60 @@ def test_forwards_of_different_number_before_a_common_step() -> None:
         model(rows(step, rank, 4, 7), [0, 1, 2, 3]).square().mean().backward()
 
     check_follows(Branching, play, stage=3)
+
+
+LENGTHS = {
+    "longer after common ones": [(0, 0), (3, 3), (2, 4), (1, 1)],
+    "none at first on one": [(0, 0), (0, 3), (2, 2)],
+    "shorter than before": [(0, 0), (4, 4), (4, 2), (0, 0)],
+    "one with gradients more": [(0, 0), (2, -2)],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("budget", [None, 2560])
+@spmd(world=2)
+def test_forwards_of_different_number_after_common_steps(lengths: list[tuple[int, int]], budget: int | None) -> None:
+    """The order of each forward is known by then, their number is not. (Negative numbers: with gradients.)"""
+
+    def play(model: nn.Module, step: int, rank: int) -> None:
+        if find_root(model) is not None:
+            count = lengths[step][rank]
+            with torch.set_grad_enabled(count < 0):
+                for _ in range(abs(count)):
+                    model(rows(9, rank, 2, 7), [0, 1, 2, 3])
+        model(rows(step, rank, 4, 7), [0, 1, 2, 3]).square().mean().backward()
+
+    check_follows(Branching, play, stage=3, steps=len(lengths), budget=budget)
+
+
+@spmd(world=2)
+def test_ranks_that_evaluate_alike_compare_notes_twice_only() -> None:
+    """Where the row of forwards without gradients begins, and where it ends."""
+    asked = []
+    ask = branches.all_enter
+
+    def count(axis: Any, label: str) -> bool:
+        asked.append(label)
+        return ask(axis, label)
+
+    def train(num_evaluated: int) -> int:
+        asked.clear()
+        with torch.no_grad():
+            for _ in range(num_evaluated):
+                model(rows(9, 0, 2, 7), [0, 1, 2, 3])
+        model(rows(0, 0, 4, 7), [0, 1, 2, 3]).square().mean().backward()
+        optimizer.step()
+        return len(asked)
+
+    model = sc.shard(seeded(Branching), sc.Mesh(), stage=3)
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    branches.all_enter = count
+    try:
+        numbers = [train(n) for n in (0, 0, 0, 9, 9, 0, 0)]
+    finally:
+        branches.all_enter = ask
+    assert numbers[2:] == [0, 2, 0, 1, 0]
 
 
 @spmd(world=2)

@@ -31,6 +31,7 @@ from shardcore.mesh import Axis
 
 _log = logging.getLogger("shardcore")
 _NOT_THERE = -(1 << 40)
+_NUM_TOLD = 8
 
 
 class Guest(Protocol):
@@ -130,9 +131,10 @@ def all_enter(axis: Axis, label: str) -> bool:
     if b.store is None:
         return True
     entry, key = watch.upcoming(axis, label), axis.key
-    # A rank may be one collective ahead of the others, so the last two are told.
-    last_two = [*list(b.history[key])[-1:], (entry.sequence, label)]
-    b.store.set(watch.key_of(b, f"next/{key}/{b.rank}"), json.dumps(last_two))
+    # A rank may be some collectives ahead of the others, so the last few are told, as it asked for them.
+    known = dict(list(b.history[key])[-_NUM_TOLD:]) | b.asked[key] | {entry.sequence: label}
+    b.asked[key] = {entry.sequence: label}
+    b.store.set(watch.key_of(b, f"next/{key}/{b.rank}"), json.dumps(list(known.items())))
     waiting = [rank for rank in axis.ranks if rank != b.rank]
     began = noted = time.monotonic()
     while waiting:

@@ -79,6 +79,9 @@ class _Board:
     pid: int = field(default_factory=os.getpid)
     sequence: dict[str, int] = field(default_factory=dict)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=lambda: defaultdict(_new_history))
+    asked: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    """Per axis the last collective that ranks compared notes on before it, by its number: they may have told one
+    another more than its name."""
     links: dict[str, HostLink | None] = field(default_factory=dict)
     """Per axis: how its ranks read each other's memory, if they may."""
     unfinished: Unfinished | None = None
@@ -354,6 +357,7 @@ def clear_failure() -> None:
     _begin_program(b)
     b.sequence.clear()
     b.history.clear()
+    b.asked.clear()
 
 
 def raise_failure(b: _Board, entry: Entry) -> None:

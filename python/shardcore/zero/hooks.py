@@ -23,7 +23,7 @@ from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
 from shardcore.zero import scaling
 from shardcore.zero.gradients import GroupGradients
 from shardcore.zero.group import ShardGroup
-from shardcore.zero.inputs import Input
+from shardcore.zero.inputs import Input, with_originals
 from shardcore.zero.root import Root, Unit
 from shardcore.zero.saved import Watch
 from shardcore.zero.trees import Swaps, map_tensors, tensors_in
@@ -287,6 +287,7 @@ class _UnitHooks:
         if not has_failed or private.in_backward():  # there, recomputation leaves a forward that has done enough
             for each in given.values():
                 each.hand_over(unit.name)
+        output = with_originals(output, given.values())
         if has_failed or not self._releases:
             return output
         while root.active and root.active.pop() is not unit:
@@ -395,6 +396,18 @@ def _refuse_transforms(releases: bool) -> None:
         )
 
 
+@dataclass(slots=True)
+class _Forward:
+    """A forward of the whole model that runs."""
+
+    error: int
+    """The identity of an exception that was being handled before."""
+    swaps: Swaps = field(default_factory=Swaps)
+    """Inputs in the caller's containers, which are cast meanwhile."""
+    given: set[int] = field(default_factory=set)
+    """The identities of the inputs, as the model got them."""
+
+
 class _RootHooks:
     """Forward of the whole model: casts inputs, notices a backward at the outputs, tells other ranks of an
     exception.
@@ -402,10 +415,8 @@ class _RootHooks:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._swaps: list[Swaps] = []
-        """Of the forwards that run, outermost first: inputs in the caller's containers, which are cast meanwhile."""
-        self._errors: list[int] = []
-        """And the identity of an exception that was being handled before."""
+        self._forwards: list[_Forward] = []
+        """Those that run, outermost first."""
 
     @private.not_traced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -413,44 +424,43 @@ class _RootHooks:
         _refuse_transforms(self._root.policy.shards_params)
         _refuse_ddp(module)
         self._root.begin_forward()
-        while len(self._swaps) >= self._root.forward_depth:  # of a forward that was left without its hooks
-            self._swaps.pop().undo()
-            self._errors.pop()
-        swaps = Swaps()
-        self._swaps.append(swaps)
-        self._errors.append(id(private.current_exception()))
+        while len(self._forwards) >= self._root.forward_depth:  # one that was left without its hooks
+            self._forwards.pop().swaps.undo()
+        forward = _Forward(id(private.current_exception()))
+        self._forwards.append(forward)
         dtype = self._root.precision.param_dtype
-        if dtype is None:
-            return None
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            given = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+            forward.given.add(id(given))
+            return given
 
-        args = map_tensors(cast, args, swaps)
-        return args, {key: map_tensors(cast, value, swaps) for key, value in kwargs.items()}
+        args = map_tensors(give, args, forward.swaps)
+        return args, {key: map_tensors(give, value, forward.swaps) for key, value in kwargs.items()}
 
     @private.not_traced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """End a forward; outputs are returned as aliases, which tell that a backward has come to the model."""
-        before = id(None)
-        if self._swaps:
-            self._swaps.pop().undo()
-            before = self._errors.pop()
+        """End a forward; its outputs tell that a backward has come to the model."""
+        forward = self._forwards.pop() if self._forwards else _Forward(id(None))
+        forward.swaps.undo()
         error = private.current_exception()
-        if error is not None and output is None and id(error) != before:
+        if error is not None and output is None and id(error) != forward.error:
             if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
                 comm.report_failure(error)
             self._root.end_forward(failed=True)
             return None
         if torch.is_grad_enabled() and self._root.forward_depth == 1:
-            output = map_tensors(self._entry, output)
+            output = map_tensors(lambda tensor: self._entry(tensor, forward.given), output)
         self._root.end_forward()
         return output
 
-    def _entry(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _entry(self, tensor: torch.Tensor, given: set[int]) -> torch.Tensor:
+        """The output itself, so that hooks on it mean what they mean in torch. One that was there before the forward
+        may lie on a backward that never comes to the model, so it is returned as a view.
+        """
         if not tensor.requires_grad:
             return tensor
-        entry = tensor.view_as(tensor)
+        entry = tensor.view_as(tensor) if tensor.is_leaf or id(tensor) in given else tensor
         scaling.mark_output(entry, self._root)
         entry.register_hook(self._on_entry)
         return entry

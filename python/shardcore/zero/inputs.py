@@ -8,7 +8,9 @@ caller's tensor: the first is carried over, the second refused.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardcore import _torch_private as private
 from shardcore.errors import StateError
+from shardcore.zero.trees import map_tensors
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +45,7 @@ class Input:
         return self.original.grad_fn is not self.history
 
     def hand_over(self, unit: str) -> None:
-        """The forward has returned: carry its hooks over to the original.
+        """The forward has returned: carry its hooks and attributes over to the original.
 
         Raises:
             StateError: it has changed what cannot be carried over, its shape or memory; or its hooks cannot.
@@ -55,6 +58,7 @@ class Input:
                 "like). Units get views of their inputs, so that the caller's tensor stays as it was: return the "
                 "changed tensor instead"
             )
+        vars(original).update(vars(alias))
         hooks = private.take_hooks(alias, self.end)
         if (hooks or alias.retains_grad) and self.was_written_to and private.is_view(original):
             raise StateError(
@@ -66,6 +70,16 @@ class Input:
             original.register_hook(hook)
         if alias.retains_grad:
             _retain_whole(original, alias)
+
+
+def with_originals(output: Any, inputs: Collection[Input]) -> Any:
+    """What a unit returns, with the caller's tensors where it hands its inputs through, so that hooks on them outside
+    mean their whole gradients, too.
+    """
+    if not inputs:
+        return output
+    originals = {id(each.alias): each.original for each in inputs}
+    return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:

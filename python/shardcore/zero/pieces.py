@@ -67,7 +67,7 @@ class Keeper:
         """Bytes of whole parameters that may stay; what one operation uses may exceed it."""
         self._whole: dict[int, torch.Tensor] = {}
         self._held: set[int] = set()
-        self._program = comm.Program()
+        self._program = comm.Program(gathers_in_forward=False)
 
     # ------------------------------------------------------------------------------------------- what it keeps
 

@@ -115,7 +115,7 @@ class Root(Surroundings):
         self.data_axis = data_axis
         self.shard_axis = shard_axis
         self.device = device
-        self._program = comm.Program()
+        self._program = comm.Program(gathers_in_forward=policy.shards_params)
         self.window = Window(groups, reduce_order, data_axis, policy, self._program)
         self.root_unit = next(unit for unit in units if unit.module is module)
         sixteen_bit = any(g.full.dtype in (torch.float16, torch.bfloat16) for g in groups if g.trainable)
@@ -183,7 +183,7 @@ class Root(Surroundings):
         if self.forward_depth == 0:
             self._call = private.running_call()
             if not self.window.num_backwards and not private.in_backward():
-                self._program.begin_forward()
+                self._program.begin_forward(with_gradients=torch.is_grad_enabled())
             if self.prefetcher is not None and not private.in_backward():
                 self._end_exports()
                 self.prefetcher.begin(self._kind_of_forward())
@@ -226,6 +226,8 @@ class Root(Surroundings):
         known = bool(used) and self.needs_unit_hooks
         with private.without_torch_function():
             idle = [g for g in self.groups if g.trainable and ((known and g not in used) or g.is_frozen())]
+        if not self.window.num_backwards:
+            self._program.begin_backward()
         self.window.begin_backward(idle)
         self.acquire(self.root_unit, "backward")
 
