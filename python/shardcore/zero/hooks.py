@@ -450,20 +450,16 @@ class _RootHooks:
             self._root.end_forward(failed=True)
             return None
         if torch.is_grad_enabled() and self._root.forward_depth == 1:
-            output = map_tensors(lambda tensor: self._entry(tensor, forward.given), output)
+            for tensor in tensors_in(output):
+                self._note_output(tensor, forward.given)
         self._root.end_forward()
         return output
 
-    def _entry(self, tensor: torch.Tensor, given: set[int]) -> torch.Tensor:
-        """The output itself, so that hooks on it mean what they mean in torch. One that was there before the forward
-        may lie on a backward that never comes to the model, so it is returned as a view.
-        """
-        if not tensor.requires_grad:
-            return tensor
-        entry = tensor.view_as(tensor) if tensor.is_leaf or id(tensor) in given else tensor
-        scaling.mark_output(entry, self._root)
-        entry.register_hook(self._on_entry)
-        return entry
+    def _note_output(self, tensor: torch.Tensor, given: set[int]) -> None:
+        """Let an output tell that a backward has come to the model. One through an input that is handed on need not."""
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in given:
+            scaling.mark_output(tensor, self._root)
+            tensor.register_hook(self._on_entry)
 
     @private.not_traced
     def _on_entry(self, grad: torch.Tensor) -> None:
