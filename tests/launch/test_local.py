@@ -24,6 +24,17 @@ with open(f"total{dist.get_rank()}", "w") as file:
 dist.destroy_process_group()
 """
 
+RAISING = """
+import atexit, time, torch
+import shardcore as sc
+mesh = sc.Mesh(device="cpu")
+model = sc.shard(torch.nn.Linear(4, 4), mesh, stage=3)
+if mesh.rank == 1:
+    atexit.register(time.sleep, 5)
+    raise ValueError("my own mistake")
+model(torch.ones(1, 4))
+"""
+
 RESUMING = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -56,6 +67,15 @@ def test_l1_the_first_failure_decides_and_is_shown_last(tmp_path: Path) -> None:
         assert expected in last
     assert "the true reason" in before, "what ranks write is passed on as it comes"
     assert errors.count("shardcore-launch:") == 1
+
+
+def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
+    """Who waits ends sooner than a rank that has much to clear away."""
+    (tmp_path / "raising.py").write_text(RAISING)
+    status, errors = launch("--nproc-per-node", "2", "raising.py", folder=tmp_path).end()
+    assert status == 1
+    assert "rank 1 (local rank 1" in errors.splitlines()[-1]
+    assert "my own mistake" in errors.splitlines()[-2]
 
 
 def test_l16_a_kill_is_explained(tmp_path: Path) -> None:

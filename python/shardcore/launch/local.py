@@ -57,7 +57,7 @@ def _attempts(plan: LaunchPlan, folder: str) -> int:
         _say(f"shardcore-launch: {describe(failure)}" + ("; the other ranks were stopped" if plan.world > 1 else ""))
         if attempt < plan.max_restarts:
             _say(f"shardcore-launch: all ranks start anew ({attempt + 1} of {plan.max_restarts})")
-    return exit_status(failure.code)
+    return exit_status(failure)
 
 
 def _say(*lines: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shardcore.launch.plan import LaunchPlan, RankPlace
 
 _SHOWN_LINES = 41
+_CULPRIT = re.compile(r"RankFailedError: rank (\d+) failed: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,14 +46,21 @@ def read_reports(plan: LaunchPlan, folder: Path) -> list[RankEnd]:
 
 
 def first_failure(ends: list[RankEnd]) -> RankEnd | None:
-    """The rank that failed by itself before all others did, or ``None``."""
+    """The rank that failed by itself before all others did, or the one of which it says that it failed; or ``None``.
+    Who only waited for a rank that raised often ends sooner.
+    """
     failed = [end for end in ends if end.code != 0 and not end.stopped]
-    return min(failed, key=lambda end: end.ended, default=None)
+    first = min(failed, key=lambda end: end.ended, default=None)
+    told = _CULPRIT.findall(first.stderr) if first is not None else []
+    named = [end for end in ends if told and end.place.rank == int(told[-1]) and end.code != 0]
+    return named[0] if named else first
 
 
-def exit_status(code: int) -> int:
-    """What a shell makes of a return code: ``128 + n`` for signal ``n``."""
-    return 128 - code if code < 0 else code
+def exit_status(end: RankEnd) -> int:
+    """What a shell makes of it: ``128 + n`` for signal ``n``; 1 where the rank had failed when it was stopped."""
+    if end.stopped:
+        return 1
+    return 128 - end.code if end.code < 0 else end.code
 
 
 def last_words(end: RankEnd) -> list[str]:
@@ -71,6 +79,8 @@ def describe(end: RankEnd) -> str:
     """Which rank ended, where, and how: one line."""
     place = end.place
     who = f"rank {place.rank} (local rank {place.local_rank}, process {end.pid}) on {place.host}"
+    if end.stopped:
+        return f"{who} failed"
     if end.code < 0:
         return f"{who} was ended by signal {-end.code} ({signal.Signals(-end.code).name})"
     return f"{who} failed with exit code {end.code}"
