@@ -26,7 +26,6 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 Run = Callable[[Sequence[torch.Tensor | None]], Any]
 BackwardWrapper = Callable[[Sequence[Any], Sequence[torch.Tensor | None], bool, Run], Any]
@@ -62,17 +61,14 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
-def take_hooks(tensor: torch.Tensor, own: RemovableHandle | None) -> list[Callable[[torch.Tensor], Any]]:
-    """The hooks of ``register_hook`` on the tensor but ``own``, which do nothing there any longer; each still obeys its
-    handle. Without them (torch lists none) hooks meant for one tensor would act on a view of it.
+def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What ``register_hook`` has put on the tensor, and will put there until it is written to in place; by the numbers
+    of handles. Without it (torch lists none) hooks meant for one tensor would act on a view of it.
     """
-    hooks: dict[int, Callable[[torch.Tensor], Any]] = tensor._backward_hooks or {}
-
-    def moved(key: int) -> Callable[[torch.Tensor], Any]:
-        hook, hooks[key] = hooks[key], lambda grad: None
-        return lambda grad: hook(grad) if key in hooks else None
-
-    return [moved(key) for key in hooks if own is None or key != own.id]
+    if tensor._backward_hooks is None:
+        tensor.register_hook(lambda grad: None).remove()
+    found: dict[int, Callable[[torch.Tensor], Any]] = tensor._backward_hooks  # type: ignore[assignment]
+    return found
 
 
 def has_forward_pre_hook(module: torch.nn.Module) -> bool:

@@ -76,6 +76,16 @@ def write_and_halve(block: Block, x: torch.Tensor) -> None:
     halve(block, x)
 
 
+def halve_and_write(block: Block, x: torch.Tensor) -> None:
+    halve(block, x)
+    x.mul_(torch.tanh(block.linear(x * 1.0)))
+
+
+def halve_write_and_clamp(block: Block, x: torch.Tensor) -> None:
+    halve_and_write(block, x)
+    x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
 def retain(block: Block, x: torch.Tensor) -> None:
     x.retain_grad()
     block.seen = [x]
@@ -89,7 +99,13 @@ def replace_data(block: Block, x: torch.Tensor) -> None:
     x.data = x.data * 2
 
 
-DEEDS = {"halve": halve, "halve and clamp": halve_and_clamp, "write and halve": write_and_halve}
+DEEDS = {
+    "halve": halve,
+    "halve and clamp": halve_and_clamp,
+    "write and halve": write_and_halve,
+    "halve and write": halve_and_write,
+    "halve, write and clamp": halve_write_and_clamp,
+}
 
 
 @STAGES

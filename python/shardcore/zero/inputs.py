@@ -8,7 +8,7 @@ caller's tensor: the first is carried over, the second refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from shardcore import _torch_private as private
 from shardcore.errors import StateError
 from shardcore.zero.trees import map_tensors
 
+Hook = Callable[[torch.Tensor], Any]
+"""As ``register_hook`` takes it."""
+
 
 @dataclass(eq=False, slots=True)
 class Input:
@@ -28,7 +31,11 @@ class Input:
     original: torch.Tensor
     history: Node | None
     """Where the original came from before the forward."""
+    position: int
+    """Which output of that it was."""
     alias: torch.Tensor
+    hooks: dict[int, Hook]
+    """What is put on the view before the forward writes to it in place, by the numbers of handles."""
     end: RemovableHandle | None = None
     """The hook that waits for the view's gradient."""
 
@@ -37,7 +44,7 @@ class Input:
         """A view of the tensor, with its attributes."""
         alias = tensor.view_as(tensor)
         vars(alias).update(vars(tensor))
-        return cls(tensor, tensor.grad_fn, alias)
+        return cls(tensor, tensor.grad_fn, tensor.output_nr, alias, private.hooks_on(alias))
 
     @property
     def was_written_to(self) -> bool:
@@ -59,13 +66,17 @@ class Input:
                 "changed tensor instead"
             )
         vars(original).update(vars(alias))
-        hooks = private.take_hooks(alias, self.end)
-        if (hooks or alias.retains_grad) and self.was_written_to and private.is_view(original):
+        was_written_to = self.was_written_to
+        earlier = _take(self.hooks, self.end) if was_written_to else []  # on what it was before
+        hooks = _take(private.hooks_on(alias), self.end)
+        if (earlier or hooks or alias.retains_grad) and was_written_to and private.is_view(original):
             raise StateError(
                 f"the forward of unit {unit!r} wrote in place to an input that is a view (h.t(), h[0], ...) and "
                 "hooked its gradient (register_hook, retain_grad), which does not pass through the caller's view then: "
                 "write to a copy (x = x.clone())"
             )
+        for hook in earlier:
+            _put_on_history(self.history, self.position, hook)  # type: ignore[arg-type]
         for hook in hooks:
             original.register_hook(hook)
         if alias.retains_grad:
@@ -84,6 +95,27 @@ def with_originals(output: Any, inputs: Collection[Input]) -> Any:
 
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return private.storage_id(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _take(hooks: dict[int, Hook], own: RemovableHandle | None) -> list[Hook]:
+    """These hooks but ``own``, which do nothing where they are any longer; each still obeys its handle."""
+
+    def moved(key: int) -> Hook:
+        hook, hooks[key] = hooks[key], lambda grad: None
+        return lambda grad: hook(grad) if key in hooks else None
+
+    return [moved(key) for key in hooks if own is None or key != own.id]
+
+
+def _put_on_history(node: Node, position: int, hook: Hook) -> None:
+    """Let a hook act on the gradient of what a tensor was before it was written to in place."""
+
+    def act(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        grad = grads[position]
+        changed = None if grad is None else hook(grad)
+        return None if changed is None else (*grads[:position], changed, *grads[position + 1 :])
+
+    node.register_prehook(act)
 
 
 def _retain_whole(original: torch.Tensor, alias: torch.Tensor) -> None:
