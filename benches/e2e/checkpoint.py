@@ -1,11 +1,12 @@
-"""Seconds to save and load one training state on 2 ranks and one disk, against torch.save and torch DCP.
+"""Time to save and load one training state on 2 ranks and one disk, against torch.save, torch DCP and DeepSpeed.
 
     python benches/e2e/checkpoint.py --folder /path/on/the/disk
 
-Every arm holds the same bytes: fp32 weights and two moments, half on each rank. "disk" is what the file system itself
-does in the same round: each rank writes and reads as many bytes past the page cache in blocks of 4 MiB. Files are
-dropped from the page cache before they are loaded. Shardcore's arm also saves in the background, where what counts is
-by how much the call and the next step are longer, and loads from files that other ranks might have written.
+Every arm holds the same state: fp32 weights and two moments, half on each rank (DeepSpeed writes the weights twice, as
+the model's and as its optimizer's). "disk" is what the file system itself does in the same round: each rank writes and
+reads as many bytes past the page cache in blocks of 4 MiB. What is saved is on the disk when the clock stops, and files
+are dropped from the page cache before they are loaded. Shardcore's arm also saves in the background, where what counts
+is by how much the call and the next step are longer, and loads from files that other ranks might have written.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benches import report
+from benches.e2e import arms as trainings
 from benches.machine import Bystanders
 from benches.processes import NUM_RANKS, Arm, Handler
 
 OURS, DISK = "shardcore", "disk"
-PEERS = ("torch.save", "torch DCP")
+PEERS = ("torch.save", "torch DCP", "deepspeed")
+WIDTH = 1024
 BLOCK = 4 << 20
 
 
@@ -37,7 +43,13 @@ def make_arm(name: str, settings: dict[str, Any]) -> Handler:
     import torch
 
     torch.manual_seed(int(os.environ["RANK"]))
-    makers = {OURS: shardcore_arm, DISK: disk_arm, "torch.save": torch_arm, "torch DCP": dcp_arm}
+    makers = {
+        OURS: shardcore_arm,
+        DISK: disk_arm,
+        "torch.save": torch_arm,
+        "torch DCP": dcp_arm,
+        "deepspeed": deepspeed_arm,
+    }
     commands = makers[name](Path(settings["folder"]) / name.replace(" ", "-"), settings["mebibytes"] << 20)
 
     def handle(command: str, argument: Any) -> float:
@@ -72,20 +84,26 @@ def drop_caches(folder: Path) -> None:
 Commands = dict[str, Callable[[], float | None]]
 
 
+def layers(nbytes: int) -> nn.Module:
+    """As many layers as make ``nbytes`` of weights and two moments on each rank."""
+    from torch import nn
+
+    num_layers = max(nbytes * NUM_RANKS // (12 * WIDTH * WIDTH), 1)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+
+
 def shardcore_arm(folder: Path, nbytes: int) -> Commands:
     """A model at stage 2 with AdamW after one step: a weight and two moments for each element."""
     import torch
 
     import shardcore as sc
 
-    width = 1024
-    num_layers = max(nbytes * NUM_RANKS // (12 * width * width), 1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+    model = layers(nbytes)
     sc.shard(model, sc.Mesh(device="cpu"), stage=2)
     optimizer = sc.optimizer("adamw", model, fused=True)
 
     def step() -> float:
-        model(torch.ones(1, width)).sum().backward()
+        model(torch.ones(1, WIDTH)).sum().backward()
         start = time.perf_counter()
         optimizer.step()
         spent = time.perf_counter() - start
@@ -169,6 +187,29 @@ def dcp_arm(folder: Path, nbytes: int) -> Commands:
     return {"save": save, "load": load}
 
 
+def deepspeed_arm(folder: Path, nbytes: int) -> Commands:
+    """The same model at the same stage; its files are pushed to the disk after it has written them."""
+    import torch
+
+    trainings.prepare_deepspeed()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = layers(nbytes)
+    config = trainings.deepspeed_config(2, micro_batch=1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    engine.backward(engine(torch.ones(1, WIDTH)).sum())
+    engine.step()
+
+    def save() -> None:
+        engine.save_checkpoint(str(folder), tag="it")
+        for path in folder.rglob("*.pt"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    return {"save": save, "load": lambda: void(engine.load_checkpoint(str(folder), tag="it"))}
+
+
 def disk_arm(folder: Path, nbytes: int) -> Commands:
     """Plain blocks past the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +254,8 @@ def result(times: dict[str, list[float]], args: argparse.Namespace, share: float
     reaches = []
     for way in ("save", "load"):
         ours = times[f"{way}, {OURS}"]
-        fastest = [min(pair) for pair in zip(*(times[f"{way}, {peer}"] for peer in PEERS), strict=True)]
+        peers = [found for peer in PEERS if (found := times.get(f"{way}, {peer}"))]
+        fastest = [min(these) for these in zip(*peers, strict=True)]
         reaches.append(report.Reach(f"time to {way} over the fastest peer's", report.ratio(ours, fastest), 1.0))
         disk = times[f"{way}, {DISK}"]
         reaches.append(report.Reach(f"time to {way} over the disk's", report.ratio(ours, disk), 1 / 0.85))
@@ -246,7 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     settings = {"folder": str(folder), "mebibytes": args.mebibytes}
-    arms = {name: Arm(name, make_arm, settings) for name in (OURS, *PEERS, DISK)}
+    arms = {name: Arm(name, make_arm, settings) for name in (OURS, *PEERS, DISK) if trainings.is_available(name)}
     try:
         bystanders = Bystanders([pid for arm in arms.values() for pid in arm.pids])
         times = measure(arms, args.rounds)
