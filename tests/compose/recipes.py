@@ -1,8 +1,8 @@
 """Combinations of everything that composes over one mesh, each with a name; what is allowed, and a set that covers all
 pairs.
 
-A recipe's name is its list of choices, one of each dimension: ``llama z1 pp2 tp2 - full bf16 g2 cpu 1f1b``. Dimensions
-to come (context and expert parallel ranks) are added to ``DIMENSIONS``; then run ``python tests/compose/recipes.py``.
+A recipe's name is its list of choices, one of each dimension: ``llama z1 pp2 tp2 - cp1 ep1 full bf16 g2 cpu 1f1b``.
+Whoever changes the choices runs ``python tests/compose/recipes.py``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "pp": ("pp1", "pp2"),
     "tp": ("tp1", "tp2"),
     "sequence": ("-", "sp"),
+    "context": ("cp1", "ring", "ulysses"),
+    "experts": ("ep1", "ep2"),
     "activation": ("keep", "full", "selective", "host", "parts"),
     "precision": ("fp32", "bf16", "fp16"),
     "accumulation": ("g1", "g2", "g4"),
     "offload": ("device", "cpu", "nvme", "params"),
     "schedule": ("none", "1f1b", "zb-h1", "interleaved"),
 }
-"""z: a ZeRO stage over two ranks; h: the stage over two ranks, in two copies. host: kept inputs in host memory; parts:
-among tensor-parallel ranks."""
+"""z: a ZeRO stage over two ranks; h: the stage over two ranks, in two copies. ring, ulysses: two ranks share each
+sequence, and shards lie on these, too. host: kept inputs in host memory; parts: among tensor-parallel ranks."""
 FILE = Path(__file__).with_name("recipes.txt")
 NUM_RECIPES = 128
 """Besides the full-house ones."""
@@ -41,6 +43,8 @@ class Recipe:
     pp: str
     tp: str
     sequence: str
+    context: str
+    experts: str
     activation: str
     precision: str
     accumulation: str
@@ -73,6 +77,16 @@ class Recipe:
         return int(self.tp[2])
 
     @property
+    def num_context(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.context == "cp1" else 2
+
+    @property
+    def num_expert(self) -> int:
+        """Ranks that have different experts."""
+        return int(self.experts[2])
+
+    @property
     def data_world(self) -> int:
         """Data-parallel ranks."""
         return 2 * self.copies
@@ -80,7 +94,7 @@ class Recipe:
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.num_stages * self.num_tensor * self.data_world
+        return self.num_stages * self.num_tensor * self.num_context * self.data_world
 
     @property
     def num_microbatches(self) -> int:
@@ -106,6 +120,8 @@ def why_not(r: Recipe) -> str:
         "stages have a schedule, one stage has none": (r.schedule == "none") != (r.pp == "pp1"),
         "states are offloaded where they are sharded": r.offload in ("cpu", "nvme") and r.stage == 0,
         "parameters are offloaded at stage 3": r.offload == "params" and r.stage < 3,
+        "pipelines share no sequences yet": r.context != "cp1" and r.pp == "pp2",
+        "experts are those of a model that has some": r.experts == "ep2" and r.model != "mixtral",
         "sixteen ranks": r.world > 8,
     }
     return next((reason for reason, holds in rules.items() if holds), "")
@@ -129,7 +145,18 @@ def full_house() -> list[Recipe]:
         ("z3", "-", "parts", "fp32", "g2", "params", "interleaved"),
         ("z3", "-", "host", "fp16", "g4", "nvme", "1f1b"),
     ]
-    return [Recipe(model, zero, "pp2", "tp2", *others) for model in DIMENSIONS["model"] for zero, *others in houses]
+    pipelined = [
+        Recipe(model, zero, "pp2", "tp2", sequence, "cp1", "ep1", *others)
+        for model in DIMENSIONS["model"]
+        for zero, sequence, *others in houses
+    ]
+    return [
+        *pipelined,
+        named("llama z2 pp1 tp2 sp ring ep1 full bf16 g2 cpu none"),
+        named("gpt2 z3 pp1 tp2 - ulysses ep1 parts fp32 g2 nvme none"),
+        named("mixtral z3 pp1 tp2 - ring ep2 selective fp32 g2 params none"),
+        named("mixtral z1 pp2 tp2 - cp1 ep2 full fp16 g4 cpu zb-h1"),
+    ]
 
 
 def choose() -> list[Recipe]:

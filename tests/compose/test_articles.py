@@ -19,7 +19,7 @@ import shardcore.deepspeed as deepspeed
 from compose.recipes import named
 from compose.training import TOLERANCE, batch, build
 from shardcore.errors import ConfigError
-from shardcore.protocols import find_pieces
+from shardcore.protocols import part_of_whole
 from shardcore.testing import run_spmd, spmd
 from zero.twin import DTYPES, apply, collect
 
@@ -32,7 +32,7 @@ FILES = {"zero2": 2, "zero3_offload": 2, "3d": 8}
 
 def model_of(name: str, dtype: str = "fp32") -> nn.Module:
     """A tiny model, the same on every rank."""
-    return build(named(f"{name} z1 pp1 tp1 - keep {dtype} g1 device none"))
+    return build(named(f"{name} z1 pp1 tp1 - cp1 ep1 keep {dtype} g1 device none"))
 
 
 def read(name: str, **changes: Any) -> dict[str, Any]:
@@ -118,8 +118,7 @@ def check_parameters(module: nn.Module, whole: dict[str, torch.Tensor]) -> None:
     """Adam turns the rounding of very small gradients into steps, so a few elements move further apart than sums do."""
     with sc.summon(module):
         for name, param in module.named_parameters():
-            pieces, expected = find_pieces(param), whole[name].detach()
-            expected = expected if pieces is None else pieces.local(expected)
+            expected = part_of_whole(param, whole[name].detach())
             torch.testing.assert_close(param.detach(), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -159,6 +158,35 @@ def test_stages_of_zero_in_three_dimensions(stage: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}
     config = in_fp32("3d", **changes)
     run_spmd(follow, 4, config, "gpt2", _alone("3d", "gpt2", "fp32"), str(tmp_path), timeout=110)
+
+
+SHARED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ulysses": ("llama", 4, {"sequence_parallel_size": 2}),
+    "ring": ("gpt2", 4, {"sequence_parallel_size": 2, "sequence_parallel_attention": "ring"}),
+    "sequence and tensor": ("llama", 4, {"sequence_parallel_size": 2, "tensor_parallel": {"tp_size": 2}}),
+    "experts": ("mixtral", 2, {"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    "experts, sequence, copies": (
+        "mixtral",
+        8,
+        {
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "sequence_parallel_size": 2,
+            "zero_optimization": {"replicate_size": 2},
+        },
+    ),
+}
+"""The model, the ranks, and the keys."""
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("what", SHARED)
+def test_parts_of_sequences_and_experts(what: str, stage: int, tmp_path: Path) -> None:
+    model, world, keys = SHARED[what]
+    config = {key: value for key, value in in_fp32("3d").items() if key not in ("pipeline", "tensor_parallel")} | keys
+    ranks_per_batch = keys.get("sequence_parallel_size", 1) * keys.get("tensor_parallel", {}).get("tp_size", 1)
+    config["gradient_accumulation_steps"] = NUM_MICRO_BATCHES * ranks_per_batch // world
+    config["zero_optimization"] = {"stage": stage, **keys.get("zero_optimization", {})}
+    run_spmd(follow, world, config, model, _alone("3d", model, "fp32"), str(tmp_path), timeout=110)
 
 
 CONFIG: dict[str, Any] = {
@@ -230,6 +258,24 @@ def test_sizes_that_do_not_fit() -> None:
 
     assert "pipeline.stages: 3 does not divide the 4 ranks of the job; choose one of [1, 2, 4]" in refused(
         pipeline={"stages": 3}
+    )
+    assert "sequence_parallel_size: 3 does not divide the 4 ranks of the job" in refused(
+        sequence_parallel_size=3, pipeline={}
+    )
+    assert "tensor_parallel.tp_size x sequence_parallel_size = 4 x 4 = 16 does not divide the 4 ranks" in refused(
+        pipeline={}, tensor_parallel={"tp_size": 4}, sequence_parallel_size=4
+    )
+    assert "sequence_parallel_size: 2 together with pipeline.stages is not available yet" in refused(
+        sequence_parallel_size=2
+    )
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
+    assert "expert_parallel.autoep_size: 4 does not divide the 2 ranks over which each copy" in refused(**experts)
+    assert "has no experts that can be split" in refused(pipeline={}, **experts)
+    assert "1 sequence-parallel ranks; make it by Mesh(cp=2, ...)" in refused(
+        mesh=sc.Mesh(), pipeline={}, sequence_parallel_size=2
+    )
+    assert "has no attention that Hugging Face's interface replaces" in refused(
+        model=nn.Linear(2, 2), pipeline={}, sequence_parallel_size=2
     )
     assert "= 4 x 2 = 8 does not divide the 4 ranks" in refused(pipeline={"stages": 4}, tensor_parallel={"tp_size": 2})
     assert "the mesh that was given has 1 pipeline ranks" in refused(mesh=sc.Mesh(tp=2))

@@ -16,12 +16,12 @@ from shardcore.testing import run_spmd, spmd
 
 REFUSED: dict[str, tuple[str, type[Exception], str]] = {
     "states of stage 0 elsewhere": (
-        "llama z0 pp1 tp1 - keep fp32 g1 cpu none",
+        "llama z0 pp1 tp1 - cp1 ep1 keep fp32 g1 cpu none",
         ConfigError,
         "stage",
     ),
     "parameters elsewhere below stage 3": (
-        "llama z2 pp1 tp1 - keep fp32 g1 params none",
+        "llama z2 pp1 tp1 - cp1 ep1 keep fp32 g1 params none",
         ConfigError,
         "stage",
     ),
@@ -43,7 +43,7 @@ def refuses(recipe: Recipe, error: type[Exception], reason: str, folder: str) ->
 @spmd(world=2, timeout=110)
 def test_what_the_mesh_has_and_the_model_has_not() -> None:
     """Ranks of an axis that nothing uses would repeat each other's work."""
-    model = build(named("llama z1 pp1 tp1 - keep fp32 g1 device none"))
+    model = build(named("llama z1 pp1 tp1 - cp1 ep1 keep fp32 g1 device none"))
     calls: dict[str, Callable[[], Any]] = {
         "pp=2, but LlamaForCausalLM is not one rank's stages": lambda: sc.shard(model, sc.Mesh(pp=2)),
         "tp=2, but LlamaForCausalLM is not split over it": lambda: sc.shard(model, sc.Mesh(tp=2)),

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardcore as sc
 from compose.recipes import Recipe
-from shardcore.protocols import find_pieces, find_root
+from shardcore.protocols import find_root, part_of_whole
 from zero.twin import DTYPES, apply, collect
 
 STEPS, CLIP, LOSS_SCALE = 3, 0.5, 256.0
@@ -98,10 +98,13 @@ def train_alone(recipe: Recipe) -> Trained:
 
 def make(recipe: Recipe, folder: str) -> tuple[nn.Module, sc.Mesh, Any]:
     """The module of this rank, its mesh and its optimizer. Collective."""
-    mesh = sc.Mesh(pp=recipe.num_stages, tp=recipe.num_tensor, replicate=recipe.copies, device="cpu")
+    sizes = {"pp": recipe.num_stages, "tp": recipe.num_tensor, "cp": recipe.num_context, "ep": recipe.num_expert}
+    mesh = sc.Mesh(**sizes, replicate=recipe.copies, device="cpu")
     module = build(recipe)
-    if recipe.tp == "tp2":
+    if recipe.num_tensor * recipe.num_expert > 1:
         sc.tensor.parallelize(module, mesh, sequence=recipe.sequence == "sp")
+    if recipe.num_context > 1:
+        sc.tensor.context_parallel(module, mesh, recipe.context)
     activation = _activation(recipe, mesh)
     if activation is not None:
         sc.activation.wrap(module, **activation)
@@ -151,8 +154,7 @@ def check(recipe: Recipe, alone: Trained, folder: str) -> None:
         torch.testing.assert_close(optimizer.grad_norm, alone.norms[step], rtol=near, atol=near)
     with sc.summon(module):
         for name, param in module.named_parameters():
-            whole, pieces = alone.parameters[name], find_pieces(param)
-            expected = whole if pieces is None else pieces.local(whole)
+            expected = part_of_whole(param, alone.parameters[name])
             torch.testing.assert_close(
                 param.detach(), expected, rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -171,34 +173,51 @@ def backward(recipe: Recipe, module: nn.Module, mesh: sc.Mesh, step: int) -> flo
     return float(sc.comm.sum_over_ranks(total, mesh["dp"], "loss")) / mesh.data_world
 
 
-def formula(recipe: Recipe, numel: int, own_numel: int) -> dict[str, float]:
-    """Bytes of each state on a rank whose stages and tensor parts have so many parameters: ZeRO's table, for
-    parameters, gradients in fp32, masters where parameters have 16 bits or states rest elsewhere than they, and Adam's
-    two states. These have no padding, so they are those of ``own_numel`` elements, the rank's share.
+def num_shards(recipe: Recipe, group: Any) -> int:
+    """Ranks over which the formula cuts a group: the two of a copy, of which each may have other experts, and all that
+    share their sequences.
+    """
+    has_experts = {".experts." in slot.name for slot in group.slots}
+    assert len(has_experts) == 1 or recipe.num_expert == 1, "experts and other parameters lie over other ranks"
+    copies = recipe.num_expert if has_experts == {True} else 1
+    return 2 // copies * recipe.num_context if recipe.stage else 1
+
+
+def formula(recipe: Recipe, numels: list[tuple[int, int]], own_numel: int) -> dict[str, float]:
+    """Bytes of each state on a rank whose stages and tensor parts have so many parameters in as many shards: ZeRO's
+    table, for parameters, gradients in fp32, masters where parameters have 16 bits or states rest elsewhere than they,
+    and Adam's two states. These have no padding, so they are those of ``own_numel`` elements, the rank's share.
+
+    Args:
+        numels: (elements, shards) of each group.
     """
     wide = recipe.precision == "fp32"
-    shards = 2 if recipe.stage else 1
-    masters = 0 if wide and recipe.offload in ("device", "params") else 4 * numel / shards
+    whole, share = sum(numel for numel, _ in numels), sum(numel / shards for numel, shards in numels)
+    masters = 0 if wide and recipe.offload in ("device", "params") else 4 * share
     return {
-        "parameters": (4 if wide else 2) * numel / (shards if recipe.stage == 3 else 1),
-        "gradients": 4 * numel / (shards if recipe.stage >= 2 else 1),
+        "parameters": (4 if wide else 2) * (share if recipe.stage == 3 else whole),
+        "gradients": 4 * (share if recipe.stage >= 2 else whole),
         "states": 0 if recipe.offload == "nvme" else masters + 8 * own_numel,
     }
 
 
 def check_bytes(recipe: Recipe, module: nn.Module, optimizer: Any) -> None:
     """What lives between ``step`` and ``zero_grad``, each storage once, with the padding of the groups."""
-    root = find_root(module)
-    groups = root.groups
-    numel = sum(group.layout.padded_numel for group in groups)
-    without_padding = sum(param.numel() for param in module.parameters())
-    num_shards = 2 if recipe.stage else 1
-    assert without_padding <= numel <= without_padding + sum(num_shards * 128 + 8 * len(g.slots) for g in groups)
-    ranges = [group.local_range(slot) for group in groups for slot in group.slots]
-    own_numel = sum(stop - start for start, stop, _ in ranges)
-    assert sum(sc.comm.exchange(own_numel, root.shard_axis, "shares")) == without_padding
+    numels, without_padding, own_numel = [], 0, 0
+    groups = find_root(module).groups
+    for group in groups:
+        numel, shards = sum(slot.param.numel() for slot in group.slots), num_shards(recipe, group)
+        padded_numel = group.layout.padded_numel
+        assert numel <= padded_numel <= numel + shards * 128 + 8 * len(group.slots)
+        ranges = [group.local_range(slot) for slot in group.slots]
+        own = sum(stop - start for start, stop, _ in ranges)
+        assert sum(sc.comm.exchange(own, group.shard_axis, "shares")) == numel
+        numels.append((padded_numel, shards))
+        without_padding += numel
+        own_numel += own
+    assert without_padding == sum(param.numel() for param in module.parameters())
     found = bytes_of(groups, optimizer, on_disk=recipe.offload == "nvme")
-    for state, nbytes in formula(recipe, numel, own_numel).items():
+    for state, nbytes in formula(recipe, numels, own_numel).items():
         assert found[state] == nbytes, f"{state}: {found[state]} bytes, the formula gives {nbytes:g}"
 
 

@@ -45,8 +45,6 @@ def test_a15_what_is_switched_off_asks_for_nothing(path: str) -> None:
         ("zero_optimization.cpu_offload", True),
         ("zero_optimization.ignore_unused_parameters", False),
         ("tensor_parallel.partition_config", {"use_default_specs": False}),
-        ("sequence_parallel_size", 2),
-        ("expert_parallel.enabled", True),
         ("torch_autocast.enabled", True),
         ("tensorboard.enabled", True),
         ("comms_logger.enabled", True),

@@ -97,6 +97,7 @@ OURS = {
     "activation_checkpointing.units",
     "pipeline.schedule",
     "pipeline.num_chunks",
+    "sequence_parallel_attention",
 }
 OLDER_BLOCKS = {
     "compile", "compression_training", "curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue",
@@ -155,6 +156,11 @@ DEFAULTS: dict[str, Any] = {
     "tensor_parallel.autotp_size": 0,
     "tensor_parallel.tp_size": 1,
     "tensor_parallel.tp.tp_size": 1,
+    "sequence_parallel_size": 1,
+    "sequence_parallel_attention": "ulysses",
+    "expert_parallel.enabled": False,
+    "expert_parallel.autoep_size": 1,
+    "expert_parallel.expert_tensor_parallel_size": 1,
     "zero_optimization.replicate_inside": False,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.zero_quantized_weights": False,

@@ -70,6 +70,37 @@ def test_copies_are_counted_once() -> None:
     assert "give one of them" in problem
 
 
+@pytest.mark.parametrize(
+    ("beside", "key"),
+    [
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+            "zero_optimization.zero_hpz_partition_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
+            "zero_optimization.mics_hierarchical_params_gather",
+        ),
+    ],
+)
+def test_what_sequences_cannot_be_shared_with_yet(beside: dict[str, Any], key: str) -> None:
+    assert problems({"sequence_parallel_size": 2, **beside}) == [
+        f"sequence_parallel_size: 2 together with {key} is not available yet; take one of them out"
+    ]
+    assert load(**beside, sequence_parallel_size=1).sequence.num_ranks == 1
+
+
+def test_experts_are_split_as_everything_is() -> None:
+    section = {"enabled": True, "autoep_size": 2, "expert_tensor_parallel_size": 4}
+    (problem,) = problems({"expert_parallel": section, "tensor_parallel": {"tp_size": 2}})
+    assert problem.startswith("expert_parallel.expert_tensor_parallel_size: expected 1 or 2, the number of tensor")
+    assert load(expert_parallel=section, tensor_parallel={"tp_size": 4}).experts.num_ranks == 2
+    off = load(expert_parallel={"autoep_size": 2})
+    assert off.experts.num_ranks == 1
+    assert "expert_parallel.autoep_size: takes effect with expert_parallel.enabled" in off.notes
+
+
 def test_a6_a_bucket_of_one_element_is_fine() -> None:
     assert load(zero_optimization={"reduce_bucket_size": 1}).zero.reduce_bucket_size == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ STAYS_WHOLE = {
     "mixtral": "perceptron",  # experts are split otherwise
     "apertus": "perceptron",  # its activation has parameters
     "codegen": "attention",  # its fused weight has an order of its own
+    "deepseek": "attention",  # its keys and values are made of one short vector
 }
 
 
@@ -44,9 +47,13 @@ def assert_gradients(split: nn.Module, whole: nn.Module, tolerance: float) -> No
             assert difference <= tolerance * max(1.0, float(param.grad.abs().max())), name
 
 
-def assert_twin(name: str, world: int, **options: object) -> str:
-    """Forward, backward and parameter gradients of a split model. Returns the report."""
-    whole, split = build(name), build(name)
+def assert_twin(name: str, world: int, *, changes: dict[str, Any] | None = None, **options: object) -> str:
+    """Forward, backward and parameter gradients of a split model. Returns the report.
+
+    Args:
+        changes: of its configuration; ``options`` are those of ``parallelize``.
+    """
+    whole, split = build(name, **(changes or {})), build(name, **(changes or {}))
     sc.tensor.parallelize(split, sc.Mesh(tp=world)["tp"], **options)
     inputs = batch()
     value, expected = loss(split, inputs), loss(whole, inputs)

@@ -13,6 +13,7 @@ from shardcore.config.sections import (
     CheckpointConfig,
     DataConfig,
     DataTypesConfig,
+    ExpertConfig,
     FloatDtype,
     FP16Config,
     GradientConfig,
@@ -23,6 +24,7 @@ from shardcore.config.sections import (
     OptimizerConfig,
     PipelineConfig,
     SchedulerConfig,
+    SequenceConfig,
     TensorConfig,
     ZeroConfig,
 )
@@ -72,6 +74,10 @@ class Config:
     """Recomputation."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """The split of layers over ranks."""
+    sequence: SequenceConfig = field(default_factory=SequenceConfig)
+    """Sequences shared by ranks."""
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
+    """Experts spread over ranks."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """The stages."""
     data: DataConfig = field(default_factory=DataConfig)

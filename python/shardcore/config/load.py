@@ -71,6 +71,8 @@ def load_config(
     _check_network(sections, findings)
     _check_tensor(sections["tensor"], findings)
     _check_pipeline(sections["pipeline"], findings)
+    _check_sequence(sections, findings)
+    _check_experts(sections, findings)
     config = Config(
         **sections,
         drop_in=drop_in,
@@ -223,6 +225,33 @@ def _check_pipeline(pipeline: PipelineConfig, findings: Findings) -> None:
             f"pipeline.partition is {pipeline.partition!r}, pipeline.partition_method is "
             f"{pipeline.partition_method!r}: both say how layers are dealt out; keep one of them"
         )
+
+
+def _check_sequence(sections: Mapping[str, Any], findings: Findings) -> None:
+    """What does not go together yet with ranks that share sequences."""
+    num_ranks, network = sections["sequence"].num_ranks, sections["network"]
+    beside = {
+        "pipeline.stages": sections["pipeline"].num_stages > 1,
+        "zero_optimization.zero_hpz_partition_size": network.hpz_partition_size > 1,
+        "zero_optimization.mics_hierarchical_params_gather": network.hierarchical,
+    }
+    for key, is_on in beside.items():
+        if num_ranks > 1 and is_on:
+            findings.problems.append(
+                f"sequence_parallel_size: {num_ranks} together with {key} is not available yet; take one of them out"
+            )
+
+
+def _check_experts(sections: Mapping[str, Any], findings: Findings) -> None:
+    """Each expert is split as every other layer is."""
+    experts, num_tensor = sections["experts"], sections["tensor"].num_ranks
+    if experts.enabled and experts.tensor_size not in (1, num_tensor):
+        findings.problems.append(
+            f"expert_parallel.expert_tensor_parallel_size: expected 1 or {num_tensor}, the number of tensor-parallel "
+            f"ranks, got {experts.tensor_size}: experts are split like all other layers; take the key out"
+        )
+    if experts.autoep_size > 1 and not experts.enabled:
+        findings.notes.append("expert_parallel.autoep_size: takes effect with expert_parallel.enabled")
 
 
 def _with_batch(config: Config, data_world: int | None, findings: Findings) -> Config:

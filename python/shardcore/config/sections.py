@@ -234,6 +234,33 @@ class TensorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceConfig:
+    """Over how many ranks each sequence is shared."""
+
+    num_ranks: int = 1
+    """Ranks of the context axis; 1 shares nothing."""
+    attention: Literal["ulysses", "ring"] = "ulysses"
+    """How a model of Hugging Face attends over them: each rank with some of the heads, or keys and values go round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig:
+    """Over how many ranks experts are spread."""
+
+    enabled: bool = False
+    """Whether they are at all."""
+    autoep_size: int = 1
+    """Ranks among which each has other experts."""
+    tensor_size: int = 1
+    """Ranks that split each expert's weights, where the file says it: 1, or as many as split every layer."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the expert axis."""
+        return self.autoep_size if self.enabled else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
     """How the layers are cut into stages; micro-batches are the accumulation steps."""
 
@@ -299,6 +326,8 @@ SECTIONS: dict[str, type] = {
     "network": NetworkConfig,
     "activation": ActivationConfig,
     "tensor": TensorConfig,
+    "sequence": SequenceConfig,
+    "experts": ExpertConfig,
     "pipeline": PipelineConfig,
     "data": DataConfig,
     "logging": LoggingConfig,

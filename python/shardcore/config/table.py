@@ -42,8 +42,6 @@ def _each(reason: str, **kinds: Kind) -> dict[str, Entry]:
 
 # ------------------------------------------------------------------------------------------------ top level
 _DIVISION = "the mean is taken in fp32 as gradients are summed, wherever the division stands"
-_SEQUENCE = "sequences shared by a key of the file (pass mesh_param=shardcore.Mesh(cp=...))"
-_EXPERTS = "experts spread by a key of the file (pass mesh_param=shardcore.Mesh(ep=...))"
 _CHECKPOINTS = "every checkpoint is written by all ranks at once, and loads on any number of them"
 _TOP: dict[str, Entry] = {
     "train_batch_size": Field("batch.train_batch_size", INTEGER),
@@ -68,8 +66,9 @@ _TOP: dict[str, Entry] = {
     "seq_parallel_communication_data_type": Ignored(
         "activations travel between the ranks of a sequence in their own dtype", FLOAT_DTYPE
     ),
-    "sequence_parallel_size": _later(_SEQUENCE, SIZE, 1),
-    "use_data_before_expert_parallelism": _later(_EXPERTS),
+    "sequence_parallel_size": Field("sequence.num_ranks", SIZE),
+    "sequence_parallel_attention": Field("sequence.attention", choice("ulysses", "ring")),
+    "use_data_before_expert_parallelism": Ignored("the ranks of different experts are neighbours", BOOL),
     "memory_breakdown": Ignored("nothing is printed for it; torch.profiler shows memory by phase", BOOL),
     "vocabulary_size": Ignored("DeepSpeed only warns by it", SIZE),
     "disable_allgather": Ignored("parameters are always gathered by one collective per group", BOOL),
@@ -268,10 +267,10 @@ _TENSOR_TP: dict[str, Entry] = {
     **_each("the mesh is given to initialize(mesh_param=...)", mpu=ANYTHING, tp_group=ANYTHING),
 }
 _EXPERT_PARALLEL: dict[str, Entry] = {
-    "enabled": _later(_EXPERTS),
-    "autoep_size": _later(_EXPERTS, SIZE, 1),
-    "expert_tensor_parallel_size": _later(_EXPERTS, SIZE, 1),
-    "preset_model": Ignored("takes effect with expert_parallel.enabled", TEXT),
+    "enabled": Field("experts.enabled", BOOL),
+    "autoep_size": Field("experts.autoep_size", SIZE),
+    "expert_tensor_parallel_size": Field("experts.tensor_size", SIZE),
+    "preset_model": Ignored("how experts are split is read from the model", TEXT),
 }
 _ACTIVATION: dict[str, Entry] = {
     "policy": Field("activation.policy", choice("none", "full", "selective")),

@@ -33,7 +33,7 @@ from shardcore.optim import (
     schedule_names,
 )
 from shardcore.optim import optimizer as make_optimizer
-from shardcore.protocols import LossScale, find_pipeline, find_tensor_axis
+from shardcore.protocols import LossScale, find_context_axis, find_pipeline, find_tensor_axis
 
 _log = logging.getLogger("shardcore")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -70,8 +70,8 @@ def initialize(
         lr_scheduler: a torch scheduler, or a function of the optimizer; wins over the config's.
         config: a dict (never modified), the path of a JSON file, or base64 text; see ``docs/config.md``.
         mesh_param: a :class:`shardcore.Mesh` or a DeviceMesh; None makes the mesh that the config asks for
-            (``pipeline.stages``, ``tensor_parallel.tp_size``, ``zero_optimization.replicate_size``), whose other ranks
-            are data-parallel.
+            (``pipeline.stages``, ``tensor_parallel.tp_size``, ``sequence_parallel_size``,
+            ``expert_parallel.autoep_size``, ``zero_optimization.replicate_size``), whose other ranks are data-parallel.
         drop_in: DeepSpeed's defaults and error classes where they differ from the native ones.
 
     Returns:
@@ -118,9 +118,11 @@ def initialize(
 
 
 def _split(config: Config, model: nn.Module, mesh: Mesh, batch: BatchSizes) -> nn.Module:
-    """The model's layers and experts over their axes, and this rank's stages, as far as not split already."""
+    """The model's layers, experts and sequences over their axes, and this rank's stages, where not split already."""
     if max(mesh["tp"].size, mesh["ep"].size) > 1 and find_tensor_axis(model.parameters()) is None:
         tensor.parallelize(model, mesh)
+    if mesh["cp"].size > 1 and find_context_axis(model) is None:
+        tensor.context_parallel(model, mesh, config.sequence.attention)
     if mesh["pp"].size > 1 and find_pipeline(model) is None:
         return into_stages(config, model, mesh, batch.accumulation_steps)
     return model

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from shardcore import zero
 from shardcore.config import Config
 from shardcore.errors import ConfigError
 from shardcore.mesh import Mesh
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
-_KINDS = {"pp": ("pipeline.stages", "pipeline"), "tp": ("tensor_parallel.tp_size", "tensor-parallel")}
+_KINDS = {
+    "pp": ("pipeline.stages", "pipeline"),
+    "tp": ("tensor_parallel.tp_size", "tensor-parallel"),
+    "cp": ("sequence_parallel_size", "sequence-parallel"),
+    "ep": ("expert_parallel.autoep_size", "expert-parallel"),
+}
+"""The key that gives the size of each axis, and what its ranks are called."""
+
+_SHARE_A_BATCH = ("pp", "tp", "cp")
 
 
 def make_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_given: bool) -> Mesh:
-    """The grid of stages, tensor-parallel ranks, copies and shards that the configuration asks for. Collective over all
-    ranks.
+    """The grid of stages, tensor-parallel ranks, ranks of a sequence or with other experts, copies and shards that the
+    configuration asks for. Collective over all ranks.
 
     Args:
         mesh: over all ranks; it is replaced unless the caller has given it.
@@ -34,15 +44,22 @@ def make_mesh(config: Config, mesh: Mesh, failure: type[ConfigError], *, is_give
                 f"{key}: {num_ranks} does not divide the {mesh.world} ranks of the job; choose one of "
                 f"{_divisors(mesh.world)}"
             )
-    product = sizes["pp"] * sizes["tp"]
+    product = _ranks_per_batch(sizes)
     if not is_given and mesh.world % product:
+        cut = {_KINDS[name][0]: sizes[name] for name in _SHARE_A_BATCH if sizes[name] > 1}
         raise failure(
-            f"pipeline.stages x tensor_parallel.tp_size = {sizes['pp']} x {sizes['tp']} = {product} does not divide "
-            f"the {mesh.world} ranks of the job; start a multiple of {product} ranks, or lower one of them"
+            f"{' x '.join(cut)} = {' x '.join(map(str, cut.values()))} = {product} does not divide the {mesh.world} "
+            f"ranks of the job; start a multiple of {product} ranks, or lower one of them"
         )
-    copies = _num_copies(config, mesh["dp"].size if is_given else mesh.world // product, failure)
+    data_ranks = mesh["dp"].size if is_given else mesh.world // product
+    copies = _num_copies(config, data_ranks, failure)
+    if not is_given and data_ranks // copies % sizes["ep"]:
+        raise failure(
+            f"{_KINDS['ep'][0]}: {sizes['ep']} does not divide the {data_ranks // copies} ranks over which each copy "
+            f"of the model is sharded; choose one of {_divisors(data_ranks // copies)}"
+        )
     asks_for_copies = config.network.mics_shard_size > 0 or copies > 1
-    if not asks_for_copies and (is_given or product == 1):
+    if not asks_for_copies and (is_given or product * sizes["ep"] == 1):
         return mesh
     if not is_given:
         inside = config.network.replicate_inside
@@ -63,12 +80,22 @@ def data_world(config: Config, mesh: Mesh, *, is_given: bool) -> int | None:
     if is_given:
         fits = all(num_ranks in (1, mesh[name].size) for name, num_ranks in sizes.items())
         return mesh.data_world if fits else None
-    product = sizes["pp"] * sizes["tp"]
+    product = _ranks_per_batch(sizes)
     return None if mesh.world % product else mesh.world // product
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    return {"pp": config.pipeline.num_stages, "tp": config.tensor.num_ranks}
+    return {
+        "pp": config.pipeline.num_stages,
+        "tp": config.tensor.num_ranks,
+        "cp": config.sequence.num_ranks,
+        "ep": config.experts.num_ranks,
+    }
+
+
+def _ranks_per_batch(sizes: dict[str, int]) -> int:
+    """Ranks that read the same samples; those with other experts read their own."""
+    return prod(sizes[name] for name in _SHARE_A_BATCH)
 
 
 def _copies_key(config: Config) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.protocols import whole_shape
 from shardcore.tensor.experts import find_experts_in, why_not_split, why_unknown
 from shardcore.tensor.layers import cannot_split, is_transposed
 from shardcore.tensor.pieces import even_ranges
@@ -78,9 +79,9 @@ class TensorPlan:
         return found + [(name, f"left whole: {why}") for name, why in self.whole]
 
     def _size_of(self, experts: Any) -> str:
-        hidden = experts.down_proj.shape[2]
+        num_experts, _, hidden = whole_shape(experts.down_proj)
         sizes = _sizes([[part] for part in even_ranges(hidden, self.num_ranks)])
-        return f"{experts.down_proj.shape[0] // self.num_expert_ranks} on each rank, {sizes} hidden features of each"
+        return f"{num_experts // self.num_expert_ranks} on each rank, {sizes} hidden features of each"
 
     def report(self) -> str:
         """One line for each kind of module."""
