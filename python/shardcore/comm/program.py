@@ -125,7 +125,7 @@ class Program:
 
     def begin_forward(self, *, with_gradients: bool) -> None:
         """A forward before the first backward of a step begins, perhaps one of an evaluation: it gathers in the order
-        of a step's forward.
+        of a step's forward. Not collective: at its next gather this rank may ask the others.
         """
         if not all(map(_is_step, self._current)):
             self._end_part()
@@ -135,7 +135,7 @@ class Program:
             self._crossing = f" in a forward {'with' if with_gradients else 'without'} gradients"
 
     def begin_backward(self) -> None:
-        """The first backward of a step begins."""
+        """The first backward of a step begins. Not collective: at its next gather this rank may ask the others."""
         self._crossing = " in backward" if self._forwards is not None and self._forwards.end() else ""
 
     def _end_part(self) -> None:

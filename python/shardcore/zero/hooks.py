@@ -459,8 +459,8 @@ class _RootHooks:
         """Let an output tell that a backward has come to the model. One through an input that is handed on need not."""
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in given:
             scaling.mark_output(tensor, self._root)
-            tensor.register_hook(self._on_entry)
+            tensor.register_hook(self._on_gradient)
 
     @private.not_traced
-    def _on_entry(self, grad: torch.Tensor) -> None:
+    def _on_gradient(self, grad: torch.Tensor) -> None:
         self._root.begin_backward()
