@@ -32,7 +32,7 @@ from shardcore.mesh import Axis
 _log = logging.getLogger("shardcore")
 _NOT_THERE = -(1 << 40)
 _NUM_TOLD = 8
-"""Entered collectives that a rank tells of. One that had no reason to ask is ahead of one that asks by the gathers which
+"""Entered collectives that a rank tells of. One that had no reason to ask is ahead of one that asks by the gathers that
 it has started and not waited for: its look-ahead, mostly one or two. Further ahead, it would seem not to come.
 """
 
