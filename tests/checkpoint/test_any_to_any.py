@@ -54,6 +54,8 @@ def settings_for(model: str, family: str) -> st.SearchStrategy[Setting]:
         home = HOMES[setting.home]
         if setting.world % setting.replicate or (home and setting.stage < (3 if "params" in home else 1)):
             return False
+        if setting.optimizer == "kernel" and model == "mixed_dtype":
+            return False  # there are none for fp64
         return setting.optimizer == "adamw" or not home  # the kernels take over from torch's there
 
     drawn = st.builds(
@@ -81,10 +83,10 @@ def moves(draw: st.DrawFn) -> tuple[Setting, Setting]:
 def follow(pair: tuple[Setting, Setting]) -> None:
     """The states move, and where the arithmetic is the same, training follows."""
     first, second = pair
-    is_fp32 = first.precision == second.precision == "fp32" and first.model != "conv"
-    # conv keeps statistics of each rank's own rows, which other ranks have other rows for.
+    is_fp32 = first.precision == second.precision == "fp32" and first.model not in ("conv", "mixed_dtype")
+    # conv keeps statistics of each rank's own rows, and other ranks have other rows; the other has 16-bit weights.
     losses, again = move(first, second, more=3 if is_fp32 else 0)
-    assert again == pytest.approx(losses, rel=1e-5, abs=1e-6)  # sums over other numbers of ranks round differently
+    assert again == pytest.approx(losses, rel=1e-6, abs=1e-6)  # sums over other numbers of ranks round differently
 
 
 @given(moves())

@@ -16,10 +16,10 @@ from shardcore.testing import zoo
 ROWS = 12
 """Rows of a global batch: divisible by 1, 2, 3 and 4 ranks."""
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
-    "fused": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "fused": True}),
-    "kernel": (sc.optim.CPUAdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "fused": True}),
+    "kernel": (sc.optim.CPUAdamW, {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
 }
 HOMES: dict[str, dict[str, Any]] = {
     "device": {},
