@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -44,6 +45,11 @@ class Axis:
     """None where the axis has one rank: then no collective is needed."""
     mesh: Mesh | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        """Take note of what refers to a process group."""
+        if self.group is not None:
+            _with_groups.add(self)
+
     @property
     def size(self) -> int:
         """Number of ranks along the axis."""
@@ -65,6 +71,10 @@ class Axis:
     def key(self) -> str:
         """Equal exactly for axes over the same ranks, whatever their names."""
         return f"{self.ranks[0]}.{self.size}.{crc32(repr(self.ranks).encode()):08x}"
+
+
+_with_groups: WeakSet[Axis] = WeakSet()
+"""Axes that refer to a process group."""
 
 
 def axis_of_group(name: str, group: dist.ProcessGroup) -> Axis:
@@ -104,12 +114,25 @@ def init_process_group(device: str | None = None) -> None:
     Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` as torchrun and shardcore-launch set them.
     Collective over all ranks. CPU tensors always go through gloo, CUDA tensors through NCCL.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        return
-    backend = "cpu:gloo,cuda:nccl" if (device or default_device().type) == "cuda" else "gloo"
-    dist.init_process_group(backend)
-    # Without an explicit end gloo's threads may be torn down in the wrong order and abort a finished job.
-    atexit.register(_destroy_process_group)
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+            return
+        backend = "cpu:gloo,cuda:nccl" if (device or default_device().type) == "cuda" else "gloo"
+        dist.init_process_group(backend)
+        # Without an explicit end gloo's threads may be torn down in the wrong order and abort a finished job.
+        atexit.register(_destroy_process_group)
+    atexit.unregister(_let_go_of_groups)
+    atexit.register(_let_go_of_groups)  # last of all, so that it comes first
+
+
+def _let_go_of_groups() -> None:
+    """Gloo's threads end with the last reference to their group. One that still lives while the interpreter ends, and
+    frees a tensor then, aborts a job that has finished.
+    """
+    for axis in list(_with_groups):
+        if axis.mesh is not None:
+            axis.mesh.let_go_of_groups()
+        object.__setattr__(axis, "group", None)
 
 
 def _destroy_process_group() -> None:
@@ -309,6 +332,10 @@ class Mesh:
             whole = Axis(name, ranks, ranks.index(self.rank), axis.group, self)
             self._splits[name, num_inside] = Split(whole, inside, across)
         return self._splits[name, num_inside]
+
+    def let_go_of_groups(self) -> None:
+        """The process ends: no collective will follow."""
+        self._groups.clear()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={self._axes[name].size}" for name in _AXES)

@@ -35,6 +35,29 @@ if mesh.rank == 1:
 model(torch.ones(1, 4))
 """
 
+ENDING = """
+import atexit, pathlib, sys, torch, torch.distributed as dist
+import shardcore as sc
+
+def show():  # after all that the library does at the end
+    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    pathlib.Path(f"threads{rank}").write_text(" ".join(names))
+
+atexit.register(show)
+if "own" in sys.argv:
+    dist.init_process_group("gloo")
+mesh = sc.Mesh(device="cpu")
+rank = mesh.rank
+model = sc.shard(torch.nn.Linear(4, 4), mesh, stage=3)
+optimizer = sc.optimizer("sgd", model, lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+show()
+assert "gloo" in pathlib.Path(f"threads{rank}").read_text()
+if "own" in sys.argv:
+    dist.destroy_process_group()
+"""
+
 RESUMING = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -208,3 +231,13 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path) -> None:
     assert run.end() == (0, "")
     assert json.loads((tmp_path / "argv.json").read_text()) == ["train.py", "x"]
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("who", ["own", "library"])
+def test_no_thread_of_a_group_lives_when_the_interpreter_ends(who: str, tmp_path: Path) -> None:
+    """One that frees a tensor then needs an interpreter that is gone, and aborts the finished job."""
+    (tmp_path / "train.py").write_text(ENDING)
+    status, errors = launch("--nproc-per-node", "2", "train.py", who, folder=tmp_path).end()
+    assert status == 0, errors
+    for rank in range(2):
+        assert "gloo" not in (tmp_path / f"threads{rank}").read_text()

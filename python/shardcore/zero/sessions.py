@@ -1,8 +1,8 @@
 """Contexts that show whole parameters: ``summon`` and ``gathered``. What is written inside reaches every rank, or none.
 
-A context remembers what it showed: version counters tell which parameter was written to, and a sum over the bits tells
-of writes that leave no trace there. Each rank keeps the values of one part, so that together they can undo all writes.
-Entering and leaving are collective, also by an exception.
+A context remembers what it showed: version counters tell which parameter was written to, and a sum over its bits tells
+of writes that leave no trace there (``param.data.fill_()``). Each rank keeps the values of one part, so that together
+they can undo all writes. Entering and leaving are collective, also by an exception.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Session:
                 self._versions[slot] += count
 
     def _settle(self) -> Exception | None:
-        fault, edited, anywhere = self._agree()
+        fault, anywhere = self._agree()
         bad_groups = [group for group in self._groups if fault[group]]
         if bad_groups:
             text = self._text_of_fault(bad_groups)
@@ -177,10 +177,9 @@ class Session:
                 "modules and configurations keep, modules put in place of others) is not"
             )
         forbidden = [slot for slot in self._slots if anywhere[slot] and slot not in self._writable]
-        untraced = [g for g in self._groups if anywhere[g] and not self._writable.intersection(g.slots)]
-        if forbidden or untraced:
+        if forbidden:
             self._restore(self._groups)
-            names = [slot.name for slot in forbidden] or [f"of unit {group.name}" for group in untraced]
+            names = [slot.name for slot in forbidden]
             return StateError(
                 f"parameters {names[:5]} were written to while gathered for reading (on some rank), so the writes were "
                 "undone; use summon(model, writeback=True), or list them in GatheredParameters(..., modifier_rank=0)"
@@ -190,24 +189,27 @@ class Session:
         if self._source is not None:
             self._spread()
         else:
-            mismatch = self._compare([slot for slot in self._slots if anywhere[slot]], edited)
+            mismatch = self._compare([slot for slot in self._slots if anywhere[slot]])
             if mismatch is not None:
                 self._restore(self._groups)
                 return mismatch
         self._keep()
         return None
 
-    def _agree(self) -> tuple[dict[ShardGroup, bool], set[ParameterSlot], dict[object, bool]]:
-        """(whose data were replaced on some rank, what this rank wrote to, what any rank wrote to)."""
-        now = dict(zip(self._slots, versions(self._slots), strict=True))
-        edited = {slot for slot in self._slots if now[slot] != self._versions[slot]}
+    def _agree(self) -> tuple[dict[ShardGroup, bool], dict[ParameterSlot, bool]]:
+        """(whether data of a group were replaced, whether a parameter was written to), on any rank."""
         faults = [_has_fault(group) for group in self._groups]
-        changed = [not fault and self._shown[g].has_changed() for g, fault in zip(self._groups, faults, strict=True)]
-        flags = torch.tensor([*faults, *changed, *(slot in edited for slot in self._slots)], dtype=torch.uint8)
+        counted = [self._versions[slot] != now for slot, now in zip(self._slots, versions(self._slots), strict=True)]
+        changed = [
+            each
+            for group, fault in zip(self._groups, faults, strict=True)
+            for each in ([False] * len(group.slots) if fault else self._shown[group].changed())
+        ]
+        written = [count or change for count, change in zip(counted, changed, strict=True)]
+        flags = torch.tensor([*faults, *written], dtype=torch.uint8)
         agreed = comm.max_over_ranks(flags, self._root.data_axis, "writes to gathered parameters").bool().tolist()
         count = len(self._groups)
-        keys: list[object] = [*self._groups, *self._slots]
-        return dict(zip(self._groups, agreed, strict=False)), edited, dict(zip(keys, agreed[count:], strict=True))
+        return dict(zip(self._groups, agreed, strict=False)), dict(zip(self._slots, agreed[count:], strict=True))
 
     def _text_of_fault(self, groups: Sequence[ShardGroup]) -> str:
         for group in groups:
@@ -229,12 +231,12 @@ class Session:
         for work in works:
             work.wait()
 
-    def _compare(self, written: Sequence[ParameterSlot], here: set[ParameterSlot]) -> Exception | None:
-        """All ranks must have written the same to the same parameters."""
+    def _compare(self, written: Sequence[ParameterSlot]) -> Exception | None:
+        """All ranks must have written the same to the same parameters, so that they hold the same."""
         if self._root.data_axis.size == 1 or not written:
             return None
         with private.without_torch_function():
-            mine = [comm.fingerprint(slot.param) if slot in here else None for slot in written]
+            mine = [comm.fingerprint(slot.param) for slot in written]
         wrong = []
         axes = {slot.group.data_axis.key: slot.group.data_axis for slot in written}
         for axis in axes.values():
@@ -270,7 +272,7 @@ class Session:
 
 
 class Shown:
-    """What a group's whole parameters were: a sum over their bits, and the values of this rank's part."""
+    """What a group's whole parameters were: a sum over the bits of each, and the values of this rank's part."""
 
     def __init__(self, group: ShardGroup) -> None:
         self._full = group.full
@@ -279,17 +281,25 @@ class Shown:
         part = -(-self._full.numel() // self._axis.size)
         self._parts = [self._full[i * part : (i + 1) * part] for i in range(self._axis.size)]
         self._mine = self._parts[self._axis.rank].clone()
-        self._sum = _sum_of_bits(self._full)
+        self._ranges = [slice(slot.offset, slot.offset + slot.numel) for slot in group.slots]
+        self._sums = self._sum_bits()
 
-    def has_changed(self) -> bool:
-        """Whether the values on this rank differ from those that were shown."""
-        return bool(_sum_of_bits(self._full) != self._sum)
+    def changed(self) -> list[bool]:
+        """Of each parameter, whether the values on this rank differ from those that were shown."""
+        found: list[bool] = (self._sum_bits() != self._sums).tolist()
+        return found
 
     def restore(self) -> None:
         """Every rank gives its part back. Collective over the data-parallel axis."""
         self._parts[self._axis.rank].copy_(self._mine)
         for position, part in enumerate(self._parts):
             comm.broadcast(part, self._axis, position, f"{self._name} undone").wait()
+
+    def _sum_bits(self) -> torch.Tensor:
+        """[parameters] of int64."""
+        bits = self._full.view(_BITS[self._full.element_size()])
+        sums = [bits[part].sum(dtype=torch.int64) for part in self._ranges]
+        return torch.stack(sums) if sums else bits.new_zeros(0, dtype=torch.int64)
 
 
 def versions(slots: Sequence[ParameterSlot]) -> list[int]:
@@ -303,7 +313,3 @@ def _has_fault(group: ShardGroup) -> bool:
     except StateError:
         return True
     return False
-
-
-def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
