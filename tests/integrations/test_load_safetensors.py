@@ -87,6 +87,22 @@ def test_hugging_faces_folders_of_several_files(name: str, tmp_path: Path) -> No
     run_spmd(check_hugging_face, 2, name, tmp_path)
 
 
+def check_converted(path: Path) -> None:
+    build = hugging_face("mixtral")
+    with pytest.raises(CheckpointError, match=r"call it inside shardcore\.sharded_init"):
+        loaded("meta", build, 3, path)
+    cls = type(build())
+    with sc.sharded_init():
+        model = cls.from_pretrained(path)
+    assert_equal(sc.shard(model), cls.from_pretrained(path))
+
+
+def test_a_folder_whose_names_are_converted_says_how(tmp_path: Path) -> None:
+    """Experts are stored one by one, and are one tensor in the model."""
+    reference(hugging_face("mixtral")).save_pretrained(tmp_path)
+    run_spmd(check_converted, 2, tmp_path)
+
+
 @spmd(world=4)
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))  # noqa: E731

@@ -69,7 +69,7 @@ def load_safetensors(
         stored, problems = _open(path, rename)
         if not problems:
             chosen, left_out = _match(where.targets, stored)
-            problems = _complaints(chosen, left_out, strict=strict, cast=cast)
+            problems = _complaints(chosen, left_out, strict=strict, cast=cast) + _advice(model, left_out, strict=strict)
     except Exception as error:  # noqa: BLE001  # the other ranks must hear of it, whatever it is
         problems, cause = [_told(error, f"matching {path} with the model", where.axis)], error
     _raise_together(problems, where.axis, f"{path} does not fit the model", cause)
@@ -131,6 +131,18 @@ def _complaints(chosen: list[tuple[Target, StoredTensor]], left_out: Loaded, *, 
     dtypes = [(t, s) for t, s in chosen if t.dtype != s.dtype and not cast]
     found = _listed("of another dtype", [f"{t.names[0]} (file {s.dtype}, model {t.dtype})" for t, s in dtypes])
     return problems + [f"{text}; cast=True converts" for text in found]
+
+
+def _advice(model: nn.Module, left_out: Loaded, *, strict: bool) -> list[str]:
+    """A library may store a model by other names than its modules have, and turn them into these as it loads."""
+    if not (strict and left_out.missing_keys and left_out.unexpected_keys and hasattr(model, "from_pretrained")):
+        return []
+    call = f"{type(model).__name__}.from_pretrained"
+    advice = (
+        f"if {call} would convert the file as it loads (experts stored one by one, older names): call it inside "
+        "shardcore.sharded_init(); else give rename="
+    )
+    return [advice]
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
