@@ -373,13 +373,15 @@ def attach_root(module: torch.nn.Module, root: ShardedRoot) -> None:
 
 
 def find_root(module: torch.nn.Module) -> Any | None:
-    """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None."""
-    return module.__dict__.get(_ROOT_ATTRIBUTE)
+    """The :class:`ShardedRoot` that ``zero.shard`` left on ``module``, or None, also of what is no module."""
+    return getattr(module, "__dict__", {}).get(_ROOT_ATTRIBUTE)
 
 
-def not_sharded(module: torch.nn.Module) -> str:
-    """What to say of a module that ``zero.shard`` was not called with, and which one to give instead."""
+def not_sharded(module: Any) -> str:
+    """What to say of a module that ``zero.shard`` was not called with, or of what is none, and what to give instead."""
     name = type(module).__name__
+    if not hasattr(module, "named_modules"):
+        return f"expected the model that shardcore.shard was called with, got {name} in its place"
     inside = next((path for path, child in module.named_modules() if find_root(child) is not None), None)
     if inside is not None:
         return f"{name} is not sharded itself, but its part {inside!r} is; give that"
@@ -395,10 +397,9 @@ def attach_pipeline(part: PipelinePart) -> None:
     object.__setattr__(part, _PIPELINE_ATTRIBUTE, True)
 
 
-def find_pipeline(module: torch.nn.Module) -> PipelinePart | None:
+def find_pipeline(module: Any) -> PipelinePart | None:
     """The module itself if it is one rank's stages of a pipeline, else None."""
-    part: Any = module
-    return part if module.__dict__.get(_PIPELINE_ATTRIBUTE) else None
+    return module if getattr(module, "__dict__", {}).get(_PIPELINE_ATTRIBUTE) else None
 
 
 def attach_pieces(param: torch.Tensor, pieces: TensorPieces) -> None:
@@ -464,8 +465,7 @@ def mark_context_split(model: torch.nn.Module, axis: Axis) -> None:
 
 def find_context_axis(model: torch.nn.Module) -> Axis | None:
     """The axis whose ranks share sequences in the model, or in a part of it; None if there is none."""
-    found = (module.__dict__.get(_CONTEXT_ATTRIBUTE) for module in model.modules())
-    return next((axis for axis in found if axis is not None), None)
+    return next((axis for module in model.modules() if (axis := module.__dict__.get(_CONTEXT_ATTRIBUTE))), None)
 
 
 def find_tensor_axis(params: Iterable[torch.Tensor]) -> Axis | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardcore as sc
-from shardcore.errors import ConfigError, StateError
+from shardcore.errors import CheckpointError, ConfigError, StateError
 from shardcore.testing import spmd
 
 
@@ -99,7 +102,7 @@ def test_a_part_of_a_sharded_model_is_no_model() -> None:
 @spmd(world=1)
 def test_an_init_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"shard\(init=5\): expected a function of a module"):
-        sc.shard(nn.Linear(4, 4), init=5)  # type: ignore[arg-type]
+        sc.shard(nn.Linear(4, 4), init=5)
 
 
 @spmd(world=2)
@@ -155,3 +158,20 @@ def test_model_parameters_of_another_model_are_refused_before_anything_is_sharde
     engine, *_ = sc.initialize(model=model, model_parameters=groups, config=config)
     engine.backward(engine(torch.ones(1, 4)).mean())
     engine.step()
+
+
+@spmd(world=2)
+def test_what_is_no_model_or_no_state_is_told(tmp_path: Path) -> None:
+    model = sc.shard(nn.Linear(4, 4), stage=2)
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    calls: dict[str, Callable[[], Any]] = {
+        r"checkpoint\.save: expected the model .*, got str": lambda: sc.checkpoint.save(model, "folder"),
+        r"checkpoint\.load: expected the model .*, got str": lambda: sc.checkpoint.load(model, "folder"),
+        "expected the model .*, got ShardedOptimizer": lambda: sc.checkpoint.save(tmp_path, optimizer),
+        "expected the model .*, got str": lambda: sc.state_dict("model"),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ConfigError, match=message):
+            call()
+    with pytest.raises(CheckpointError, match="expected a dict of tensors by name, got NoneType"):
+        sc.load_state_dict(model, None)

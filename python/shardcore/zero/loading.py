@@ -45,6 +45,8 @@ def load_state_dict(
     root = root_of(model)
     root.check_here("lp_params", "hp_params", what="load_state_dict")
     targets = _targets(root)
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(f"load_state_dict: expected a dict of tensors by name, got {type(state_dict).__name__}")
     entries = _described(state_dict, with_values=not rank0_only)
     everywhere = comm.exchange(entries, root.data_axis, "names to load")
     if rank0_only:
