@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardcore as sc
-from checkpoint.trainings import Setting, Training, WithLoss, assert_same, begin, look
+from checkpoint.trainings import OPTIMIZERS, Setting, Training, WithLoss, assert_same, begin, look
 from shardcore import cli
 from shardcore.errors import CheckpointError
 from shardcore.testing import run_spmd, spmd, zoo
 
 MODEL = "tiny_gpt"
+OPTIONS = OPTIMIZERS["adamw"][1]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -38,7 +40,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         {"params": [param for name, param in named if name.endswith("bias")], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-3)
+    return torch.optim.AdamW(groups, **OPTIONS)
 
 
 def save(setting: Setting, folder: str) -> list[float]:
@@ -60,7 +62,7 @@ def test_plain_torch_goes_on_where_an_export_was_saved(stage: int, tmp_path: Pat
     losses = []
     for step in range(3, 6):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 + torch.cos(torch.tensor(torch.pi * step / 50, dtype=torch.float64)).item()) / 2
+            group["lr"] = OPTIONS["lr"] * (1 + math.cos(math.pi * step / 50)) / 2
         loss = model(zoo.batch(MODEL, step, 12))
         loss.backward()
         optimizer.step()
