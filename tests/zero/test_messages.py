@@ -175,3 +175,31 @@ def test_what_is_no_model_or_no_state_is_told(tmp_path: Path) -> None:
             call()
     with pytest.raises(CheckpointError, match="expected a dict of tensors by name, got NoneType"):
         sc.load_state_dict(model, None)
+
+
+class Aliased(nn.Module):
+    """Holds the memory of a parameter once more."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if how == "buffer":
+            self.register_buffer("first", self.linear.weight.detach()[:1])
+        elif how == "attribute":
+            self.first = self.linear.weight.detach()[:1]
+        else:
+            self.linear = nn.utils.spectral_norm(self.linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 4] to the same."""
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@spmd(world=2)
+def test_memory_that_is_shared_with_a_parameter_is_named(stage: int) -> None:
+    """It would hold old values from the first step on."""
+    for how in ("buffer", "attribute"):
+        with pytest.raises(ConfigError, match=rf"{how} 'first' shares the memory of parameter 'linear\.weight'"):
+            sc.shard(Aliased(how), stage=stage)
+    sc.shard(Aliased("norm"), stage=stage)(torch.ones(2, 4))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from shardcore import comm
 from shardcore.errors import ConfigError
@@ -56,9 +59,11 @@ def check_arguments(
     """Raise unless something uses the mesh's axes and all ranks give the same. Collective over the data-parallel axis.
 
     Raises:
-        ConfigError: the mesh has an axis that nothing uses yet, or a tensor axis over which the module is not split.
+        ConfigError: the mesh has an axis that nothing uses yet, or a tensor axis over which the module is not split; or
+            a buffer shares the memory of a parameter.
         RankMismatchError: ranks give different settings; the message names one, and both values.
     """
+    _check_shared_memory(module)
     _check_context_axis(module, mesh)
     _check_tensor_axis(module, mesh)
     _check_stages(module, mesh)
@@ -71,6 +76,41 @@ def check_arguments(
         "segment_nbytes": segment_nbytes,
     }
     comm.agree_on_settings("shardcore.shard(...)", settings, mesh.data_axes().every)
+
+
+def _check_shared_memory(module: nn.Module) -> None:
+    """Parameters move to memory of their own. A buffer or an attribute (``layer.weight.detach()``) that shares theirs
+    would keep the values of now.
+    """
+    params = sorted((*_memory(param), name) for name, param in module.named_parameters() if _has_memory(param))
+    for path, part in module.named_modules():
+        for key, tensor in {**vars(part), **part._buffers}.items():
+            if not _has_memory(tensor) or f"{key}_orig" in part._parameters:  # spectral_norm sets it anew in forward
+                continue
+            start, stop = _memory(tensor)
+            near = params[: bisect_left(params, (stop,))]
+            owner = next((name for first, last, name in reversed(near) if start < last), None)
+            if owner is not None:
+                kind = "buffer" if key in part._buffers else "attribute"
+                raise ConfigError(
+                    f"{kind} {f'{path}.{key}'.lstrip('.')!r} shares the memory of parameter {owner!r}, which sharding "
+                    "moves: it would keep the values of now. Take it from the parameter in forward, or clone it"
+                )
+
+
+def _has_memory(value: object) -> bool:
+    """Whether it is a plain tensor that holds values here."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    tensor: Any = value
+    is_here = tensor.layout == torch.strided and not tensor.is_meta and find_piece(tensor) is None
+    return is_here and tensor.numel() > 0 and tensor.data_ptr() != 0
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses [start, stop) between its first element and behind its last."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _check_context_axis(module: nn.Module, mesh: Mesh) -> None:
