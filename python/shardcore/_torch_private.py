@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -54,11 +54,39 @@ def backward_id() -> int:
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
-    """Whether ``register_hook`` was called on the tensor, and not taken back.
+    """Whether somebody wants to see the tensor's gradient, or what was added to ``tensor.grad``, and may change it.
 
-    torch has no public way to ask; without it gradients that are computed apart from autograd would miss the hook.
+    torch has no public way to ask; without it gradients that are computed apart from autograd would miss the hooks.
     """
-    return bool(getattr(tensor, "_backward_hooks", None))
+    after: Any = tensor._post_accumulate_grad_hooks or ()
+    return bool(tensor._backward_hooks) or len(after) > isinstance(after, ClosingHooks)
+
+
+class ClosingHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
+    """What ``param.register_post_accumulate_grad_hook`` puts on a leaf, in that order, then one hook of our own.
+
+    torch runs hooks in the order in which they came, and has no public way to stay behind those that come later: they
+    would find the gradient taken away. ``before`` runs first of all, where there are hooks besides ``closing``.
+    """
+
+    def __init__(self, param: torch.Tensor, before: Callable[..., Any], closing: Callable[..., Any]):
+        super().__init__()
+        self._before, self._closing = before, closing
+        earlier = param._post_accumulate_grad_hooks  # handles lead to this dictionary, so it stays
+        param._post_accumulate_grad_hooks = self
+        super().__setitem__(-1, closing)
+        if earlier:
+            self[-2] = functools.partial(_run_all, earlier)
+
+    def __setitem__(self, key: int, hook: Callable[[torch.Tensor], Any]) -> None:
+        del self[-1]
+        for each, run in ((-3, self._before), (key, hook), (-1, self._closing)):
+            super().__setitem__(each, run)
+
+
+def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], param: torch.Tensor) -> None:
+    for hook in tuple(hooks.values()):
+        hook(param)
 
 
 def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
@@ -217,27 +245,6 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
 
 
-def running_call() -> FrameType | None:
-    """The call of a module that runs the hook which asks; None where no such frame is found (compiled code).
-
-    ``Module.__call__`` passes over its hooks where a forward is left by a ``KeyboardInterrupt``. Whoever keeps the
-    frame can tell later by :func:`is_running` whether the call has ended.
-    """
-    return next((frame for frame in _stack() if frame.f_code.co_filename == torch.nn.modules.module.__file__), None)
-
-
-def is_running(call: FrameType) -> bool:
-    """Whether a call that :func:`running_call` gave has not ended; asked in its thread."""
-    return any(frame is call for frame in _stack())
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def running_ddp() -> torch.nn.Module | None:
     """The ``DistributedDataParallel`` whose forward runs in this process."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
@@ -264,11 +271,6 @@ def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
 def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
     """Names of the module's own buffers that ``state_dict`` leaves out; torch tells them by no public call."""
     return set(module._non_persistent_buffers_set)
-
-
-def current_exception() -> BaseException | None:
-    """The exception that a forward hook with ``always_call`` runs under, or None."""
-    return sys.exc_info()[1]
 
 
 def in_process_store() -> Store:

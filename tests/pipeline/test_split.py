@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+import shardcore as sc
 from pipeline.models import tied
 from shardcore.pipeline.split import WeightGradients
 from shardcore.pipeline.split_rules import rule_of
@@ -81,6 +82,24 @@ def test_a_recomputed_module_runs_twice_in_all() -> None:
         assert calls == 2
         calls = 0
     assert_bitwise(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_module_whose_gradients_somebody_sees_is_left_to_autograd(sharded: bool, register: str) -> None:
+    module: nn.Module = nn.Linear(8, 6)
+    if sharded:
+        module = sc.shard(module, stage=0)
+    sink = WeightGradients(torch.device("cpu"))
+    sink.split([module])
+    seen: list[torch.Tensor] = []
+    for num_split in (1, 0):
+        output = module(FLOATS)
+        with sink.collected() as closures:
+            output.sum().backward()
+        assert len(closures) == num_split
+        assert len(seen) == (num_split == 0)
+        getattr(module.bias, register)(seen.append)
 
 
 def test_what_cannot_be_split_is_known() -> None:

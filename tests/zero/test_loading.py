@@ -48,6 +48,29 @@ def assert_loaded(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 @all_stages
+@spmd(world=2)
+def test_every_rank_gets_the_buffers_of_the_first(stage: int) -> None:
+    """Each rank's running statistics are its own; a state that every rank loads must not carry that on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.register_buffer("nothing", torch.zeros(0))
+    model.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
+    sc.shard(model, stage=stage)
+    rank = sc.Mesh(device="cpu").rank
+    with torch.no_grad():
+        model(rows(0, rank, 8, 3))
+    model.flags.fill_(rank == 0)
+    own = model[1].running_mean.clone()
+    state = sc.state_dict(model, rank0_only=False)
+    model.load_state_dict(state)
+    assert bool(state["flags"].all())
+    assert torch.equal(model[1].running_mean, own) == (rank == 0)
+    means = [torch.empty(4) for _ in range(2)]
+    torch.distributed.all_gather(means, model[1].running_mean)
+    assert torch.equal(means[0], means[1])
+
+
+@all_stages
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("rank0_only", [False, True])
 @spmd(world=2)

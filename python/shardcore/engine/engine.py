@@ -151,8 +151,8 @@ class Engine(PipelineCalls, Checkpoints, Queries, Upkeep, nn.Module):
             self._root.num_micro_batches = self._batch.accumulation_steps if self._is_coalesced else self._window_steps
         elif not flush:
             raise StateError(
-                "engine.step() without a backward: call engine.backward(loss) (or loss.backward()) for each "
-                "micro-batch first"
+                "engine.step() without a backward that reached the model: call engine.backward(loss) (or "
+                "loss.backward()) for each micro-batch first, with a loss that comes from what the model returned"
             )
         if (at_boundary or flush) and self._window_steps:
             with self._times.phase("step"):

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardcore import _torch_private as private
+from shardcore import comm
 from shardcore.errors import ConfigError, StateError
+from shardcore.mesh import Axis
 from shardcore.protocols import find_slot, find_tensor_axis
 from shardcore.zero.root import Root
 from shardcore.zero.sessions import root_of
@@ -74,7 +76,8 @@ def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> 
     Args:
         full: whole tensors; False gives this rank's pieces of parameters (1-D) without communication. Of a
             tensor-parallel model these are pieces of this rank's part.
-        rank0_only: other ranks than the first get an empty dict (they take part in the gathers all the same).
+        rank0_only: other ranks than the first get an empty dict (they take part in the gathers all the same). False
+            gives every rank the same: of buffers that differ between ranks (running statistics) the first rank's.
     """
     root = root_of(model)
     if not full:
@@ -84,7 +87,17 @@ def state_dict(model: nn.Module, full: bool = True, rank0_only: bool = True) -> 
     tensor_axis = find_tensor_axis(model.parameters())
     if rank0_only and (root.data_axis.rank or (tensor_axis is not None and tensor_axis.rank)):
         return {}
+    if not rank0_only:
+        _take_buffers_of_first(model, root.data_axis, state)
     return {name: tensor.detach().to("cpu", copy=tensor.device.type == "cpu") for name, tensor in state.items()}
+
+
+def _take_buffers_of_first(model: nn.Module, axis: Axis, state: dict[str, torch.Tensor]) -> None:
+    """Let the entries of buffers be those of the first data-parallel rank, as ranks keep their own. Collective."""
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        if name in state:
+            state[name] = state[name].detach().clone(memory_format=torch.contiguous_format)
+            comm.broadcast(state[name], axis, 0, f"buffer {name}").wait()
 
 
 def reset_iteration(model: nn.Module) -> None:

@@ -173,6 +173,8 @@ def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     grads = None if slot is None else slot.group.grads
     if slot is None or grads is None or (value is None and grads.exposed):
         return private.plain_call(func, args, None)
+    if not grads.exposed and args[0].grad is not None:
+        return private.plain_call(func, args, None)  # by a hook, which sees the gradient that backward just brought
     slot.group.root.check_here("lp_grads", "contiguous_grad_buffer", what=f"setting the gradient of {slot.name!r}")
     if value is None:
         return grads.drop(slot.index)

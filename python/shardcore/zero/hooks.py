@@ -8,7 +8,7 @@ gradient of its parameters is still to come.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.protocols import ParameterSlot, ShardedOptimizerMark, find_slot
 from shardcore.zero import scaling
-from shardcore.zero.gradients import GroupGradients
+from shardcore.zero.calls import current_exception
+from shardcore.zero.gradient_hooks import GradientHooks, refuse_double_backward
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.inputs import Input, with_originals
 from shardcore.zero.root import Root, Unit
@@ -34,7 +35,7 @@ _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 def install(root: Root) -> None:
     """Put the hooks of ``root`` on its module, units and parameters. ``torch.compile`` leaves them alone."""
-    gradient_hooks = {g: _GradientHooks(root, g, g.grads) for g in root.groups if g.grads is not None}
+    gradient_hooks = {g: GradientHooks(root, g, g.grads) for g in root.groups if g.grads is not None}
     root.gradient_hooks = gradient_hooks
     if root.needs_unit_hooks:
         for unit in root.units:
@@ -59,6 +60,12 @@ def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
     slots = [slot for group in optimizer.param_groups for slot in map(find_slot, group["params"]) if slot is not None]
     for root in {slot.group.root: None for slot in slots}:
         root.structure.check()
+        if root.backward_running:
+            raise StateError(
+                f"{type(optimizer).__name__} was stepped inside a backward (by a hook of a parameter?), when gradients "
+                "are not yet averaged over the ranks, or after a backward that failed: step after backward, and call "
+                "shardcore.reset_iteration(model) after one that failed"
+            )
     for slot in slots:
         if not (slot.group.grads is None or slot.group.grads.exposed):
             raise StateError(
@@ -111,74 +118,6 @@ def _refuse_ddp(model: nn.Module) -> None:
             "DistributedDataParallel around a model (or a part of one) that shardcore.shard has sharded: shard reduces "
             "gradients over the data-parallel ranks itself; use the model without DDP (stage 0 is what DDP does)"
         )
-
-
-class _GradientHooks:
-    """Moves each finished gradient of a group into its buffer, and says when the last one of a backward has come."""
-
-    def __init__(self, root: Root, group: ShardGroup, grads: GroupGradients) -> None:
-        self._root = root
-        self._group = group
-        self._grads = grads
-        self._missing: set[int] = set()
-        self._backward = -1
-        self.on_complete: list[Callable[[], None]] = []
-        """Called when no gradient of the group is still to come in the running backward."""
-        group.unshard()
-        self._nodes: list[Node] = [get_gradient_edge(slot.param).node for slot in group.slots]
-        group.reshard()
-        for slot in group.slots:
-            slot.param.register_post_accumulate_grad_hook(self._make_hook(slot))
-
-    def is_complete(self) -> bool:
-        """Whether no gradient of the group is still to come in the running backward."""
-        if self._backward != private.backward_id():
-            self._backward = private.backward_id()
-            self._missing = {i for i, node in enumerate(self._nodes) if private.backward_will_execute(node)}
-        return not self._missing
-
-    def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
-        index = slot.index
-        # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook
-        # that held its model would keep it for ever.
-        hooks = weakref.ref(self)
-
-        @private.not_traced
-        def on_gradient(param: torch.Tensor) -> None:
-            alive = hooks()
-            if alive is not None and param.grad is not None:
-                alive.take_gradient(index, param)
-
-        return on_gradient
-
-    def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        """Move ``param.grad`` into the group's buffer; start what its completion allows."""
-        _refuse_double_backward()
-        grad = param.grad
-        if grad is None:
-            return
-        self._root.begin_backward()
-        self.is_complete()
-        self._root.window.note_gradient(self._group)
-        if self._root.gradient_factor != 1.0:
-            grad = self._corrected(index, grad)
-        self._grads.accumulate(index, grad)
-        if not self._grads.holds(index, grad):
-            with private.without_torch_function():  # on a guarded parameter it would mean the gradient just stored
-                param.grad = None
-        self._missing.discard(index)
-        if not self._missing:
-            del grad  # the reduction starts without autograd's tensor in memory
-            self._root.window.mark_ready(self._group)
-            for callback in self.on_complete:
-                callback()
-
-    def _corrected(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient as if the loss had been scaled for this model."""
-        if self._grads.holds(index, grad):  # autograd has added it to earlier ones already
-            self._root.wrongly_scaled = self._group.slots[index].name
-            return grad
-        return grad.to(torch.promote_types(grad.dtype, torch.float32)) * self._root.gradient_factor
 
 
 @dataclass(eq=False, slots=True)
@@ -236,7 +175,7 @@ class _Call:
 class _UnitHooks:
     """Forward and backward of one unit."""
 
-    def __init__(self, root: Root, unit: Unit, gradient_hooks: dict[ShardGroup, _GradientHooks]) -> None:
+    def __init__(self, root: Root, unit: Unit, gradient_hooks: dict[ShardGroup, GradientHooks]) -> None:
         self._root = root
         self._unit = unit
         self._gradient_hooks = gradient_hooks
@@ -258,7 +197,7 @@ class _UnitHooks:
             _refuse_transforms(self._releases)
         unit.was_called = True
         root.acquire(unit, "backward" if private.in_backward() else "forward")
-        self._errors.append(id(private.current_exception()))
+        self._errors.append(id(current_exception()))
         if self._releases:
             root.active.append(unit)
         if not self._aliases or not torch.is_grad_enabled():
@@ -278,7 +217,7 @@ class _UnitHooks:
         root, unit = self._root, self._unit
         before = self._errors.pop() if self._errors else id(None)
         call = unit.calls.pop() if torch.is_grad_enabled() and unit.calls else None
-        has_failed = output is None and id(private.current_exception()) != before
+        has_failed = output is None and id(current_exception()) != before
         nodes: list[Node] = []
         given: dict[int, Input] = {}
         if call is not None:
@@ -334,7 +273,7 @@ class _UnitHooks:
 
     @private.not_traced
     def _begin_backward(self, call: _Call, nodes: Sequence[Node]) -> None:
-        _refuse_double_backward()
+        refuse_double_backward()
         self._root.begin_backward()
         if call.expect(nodes):
             self._unit.open_calls.add(call)
@@ -372,16 +311,6 @@ def _is_handed_through(tensor: torch.Tensor, nodes: Sequence[Node], given: dict[
     if id(tensor) in given:
         return not given[id(tensor)].was_written_to
     return any(tensor.grad_fn is node for node in nodes)
-
-
-def _refuse_double_backward() -> None:
-    """A backward that records itself would save released parameters, and gradients that are summed in place."""
-    if torch.is_grad_enabled():
-        raise StateError(
-            "backward(create_graph=True) is not supported through sharded parameters: double backward needs them, and "
-            "their gradients, whole and unchanged. At stages 0 to 2 torch.autograd.grad(outputs, inputs, "
-            "create_graph=True) works, for a penalty on gradients; else use an unsharded copy of the model"
-        )
 
 
 def _refuse_transforms(releases: bool) -> None:
@@ -426,7 +355,7 @@ class _RootHooks:
         self._root.begin_forward()
         while len(self._forwards) >= self._root.forward_depth:  # one that was left without its hooks
             self._forwards.pop().swaps.undo()
-        forward = _Forward(id(private.current_exception()))
+        forward = _Forward(id(current_exception()))
         self._forwards.append(forward)
         dtype = self._root.precision.param_dtype
 
@@ -443,7 +372,7 @@ class _RootHooks:
         """End a forward; its outputs tell that a backward has come to the model."""
         forward = self._forwards.pop() if self._forwards else _Forward(id(None))
         forward.swaps.undo()
-        error = private.current_exception()
+        error = current_exception()
         if error is not None and output is None and id(error) != forward.error:
             if not private.in_backward():  # there, recomputation leaves a forward by an exception that is caught
                 comm.report_failure(error)

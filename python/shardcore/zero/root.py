@@ -13,6 +13,7 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import Offload
 from shardcore.zero import scaling
+from shardcore.zero.calls import is_running, running_call
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.prefetch import Phase, Prefetcher, PrefetchLimits, default_limits
 from shardcore.zero.surroundings import Surroundings
@@ -181,7 +182,7 @@ class Root(Surroundings):
         if self.forward_depth == 0 and self.backward_running and not private.in_backward():
             self._settle()  # the last backward raised; its gradients, if any, are the user's to clear
         if self.forward_depth == 0:
-            self._call = private.running_call()
+            self._call = running_call()
             if not self.window.num_backwards and not private.in_backward():
                 self._program.begin_forward(with_gradients=torch.is_grad_enabled())
             if self.prefetcher is not None and not private.in_backward():
@@ -345,7 +346,7 @@ class Root(Surroundings):
         """A Ctrl-C, as every exception that is no ``Exception``, leaves a forward without its hooks; if one did, let go
         of what that forward held.
         """
-        if self._call is not None and not private.is_running(self._call):
+        if self._call is not None and not is_running(self._call):
             self.forward_depth = 0
             self.end_forward(failed=True)
 

@@ -1,0 +1,132 @@
+"""Hooks on parameters: each finished gradient goes into its group's buffer, after the user's own hooks have seen it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from shardcore import _torch_private as private
+from shardcore.errors import StateError
+from shardcore.zero.gradients import GroupGradients
+from shardcore.zero.group import ShardGroup
+from shardcore.zero.root import Root
+
+
+class GradientHooks:
+    """Moves each finished gradient of a group into its buffer, and says when the last one of a backward has come."""
+
+    def __init__(self, root: Root, group: ShardGroup, grads: GroupGradients) -> None:
+        self._root = root
+        self._group = group
+        self._grads = grads
+        self._missing: set[int] = set()
+        self._backward = -1
+        self._shown: dict[int, tuple[torch.Tensor | None, int, int]] = {}
+        """What the user's hooks on a parameter got: its gradient, and how often both had been written to."""
+        self.on_complete: list[Callable[[], None]] = []
+        """Called when no gradient of the group is still to come in the running backward."""
+        group.unshard()
+        self._nodes: list[Node] = [get_gradient_edge(slot.param).node for slot in group.slots]
+        group.reshard()
+        for slot in group.slots:
+            private.ClosingHooks(slot.param, self._hook(slot.index, "_show"), self._hook(slot.index, "_take"))
+
+    def is_complete(self) -> bool:
+        """Whether no gradient of the group is still to come in the running backward."""
+        if self._backward != private.backward_id():
+            self._backward = private.backward_id()
+            self._missing = {i for i, node in enumerate(self._nodes) if private.backward_will_execute(node)}
+        return not self._missing
+
+    def _hook(self, index: int, method: str) -> Callable[[torch.Tensor], None]:
+        # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook
+        # that held its model would keep it for ever.
+        hooks = weakref.ref(self)
+
+        @private.not_traced
+        def on_gradient(param: torch.Tensor) -> None:
+            alive = hooks()
+            if alive is not None:
+                getattr(alive, method)(index, param)
+
+        return on_gradient
+
+    def _show(self, index: int, param: torch.Tensor) -> None:
+        """The user's hooks are about to run."""
+        grad = param.grad
+        self._shown[index] = (grad, -1 if grad is None else private.version(grad), private.version(param))
+
+    def _take(self, index: int, param: torch.Tensor) -> None:
+        """Move ``param.grad`` into the group's buffer; start what its completion allows."""
+        refuse_double_backward()
+        grad = param.grad
+        self._check_shown(index, param, grad)
+        self._root.begin_backward()
+        self.is_complete()
+        self._root.window.note_gradient(self._group)
+        if grad is not None:
+            self._accumulate(index, param, grad)
+        elif self._grads.exposed:
+            self._grads.drop(index)
+        self._missing.discard(index)
+        if not self._missing:
+            del grad  # the reduction starts without autograd's tensor in memory
+            self._root.window.mark_ready(self._group)
+            for callback in self.on_complete:
+                callback()
+
+    def _accumulate(self, index: int, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if self._root.gradient_factor != 1.0:
+            grad = self._corrected(index, grad)
+        self._grads.accumulate(index, grad)
+        if not self._grads.holds(index, grad):
+            with private.without_torch_function():  # on a guarded parameter it would mean the gradient just stored
+                param.grad = None
+
+    def _check_shown(self, index: int, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Refuse what the user's hooks may not do, since it would be lost or mean something else than in torch."""
+        if index not in self._shown:
+            return
+        shown, version, writes = self._shown.pop(index)
+        if private.version(param) != writes:
+            self._refuse_write(index)
+        has_earlier = self._grads.present[index] and not self._grads.exposed
+        if has_earlier and (grad is not shown or (grad is not None and private.version(grad) != version)):
+            self._refuse_change(index)
+
+    def _refuse_write(self, index: int) -> NoReturn:
+        raise StateError(
+            f"a hook of register_post_accumulate_grad_hook wrote to parameter {self._group.slots[index].name!r} during "
+            "backward, when its gradient is this rank's own and not yet the mean over the ranks: update it by "
+            "shardcore.optimizer(...).step(), or write after backward, `with shardcore.summon(model, writeback=True)`"
+        )
+
+    def _refuse_change(self, index: int) -> NoReturn:
+        raise StateError(
+            f"a hook of register_post_accumulate_grad_hook changed the gradient of parameter "
+            f"{self._group.slots[index].name!r} in a further backward of a step: at stage "
+            f"{self._group.policy.stage} it sees only what this backward brought, while in torch (and at stage 0) it "
+            "would change the sum with the earlier ones. Change what each backward brings by param.register_hook(...), "
+            "or the sum after backward by shardcore.zero.set_full_grad(param, value)"
+        )
+
+    def _corrected(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient as if the loss had been scaled for this model."""
+        if self._grads.holds(index, grad):  # autograd has added it to earlier ones already
+            self._root.wrongly_scaled = self._group.slots[index].name
+            return grad
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) * self._root.gradient_factor
+
+
+def refuse_double_backward() -> None:
+    """A backward that records itself would save released parameters, and gradients that are summed in place."""
+    if torch.is_grad_enabled():
+        raise StateError(
+            "backward(create_graph=True) is not supported through sharded parameters: double backward needs them, and "
+            "their gradients, whole and unchanged. At stages 0 to 2 torch.autograd.grad(outputs, inputs, "
+            "create_graph=True) works, for a penalty on gradients; else use an unsharded copy of the model"
+        )

@@ -1,0 +1,165 @@
+"""Hooks that users put on parameters by ``register_post_accumulate_grad_hook``, before sharding and after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore as sc
+from shardcore.errors import StateError
+from shardcore.testing import spmd
+from zero.following import rows, seeded
+from zero.twin import largest_difference, whole_parameters
+
+Hook = Callable[[nn.Parameter], None]
+
+all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def drop(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def halve(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def replace(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.sign()
+
+
+def write(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.add_(1.0)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+
+def expected(hook: Hook, world: int) -> dict[str, torch.Tensor]:
+    """One step of SGD, with the mean of what the hook has left of each rank's gradients."""
+    model = seeded(two_layers)
+    sums: dict[str, torch.Tensor] = {}
+    for rank in range(world):
+        part = copy.deepcopy(model)
+        part[0].bias.register_post_accumulate_grad_hook(hook)
+        part(rows(0, rank, 2, 4)).square().mean().backward()
+        for name, param in part.named_parameters():
+            if param.grad is not None:
+                sums[name] = sums.get(name, 0) + param.grad / world
+    return {name: param.detach() - 0.1 * sums.get(name, 0) for name, param in model.named_parameters()}
+
+
+@all_stages
+@pytest.mark.parametrize("when", ["before", "after", "in_forward", "both"])
+@pytest.mark.parametrize("hook", [drop, halve, replace])
+@spmd(world=2)
+def test_what_a_hook_leaves_of_a_gradient_is_what_counts(stage: int, when: str, hook: Hook) -> None:
+    mesh = sc.Mesh(device="cpu")
+    model = seeded(two_layers)
+    seen: list[torch.Tensor | None] = []
+
+    def look(param: nn.Parameter) -> None:
+        seen.append(param.grad)
+
+    first = model[0].bias
+    if when == "both":
+        first.register_post_accumulate_grad_hook(look)
+    if when == "before":
+        first.register_post_accumulate_grad_hook(hook)
+    sc.shard(model, mesh, stage=stage)
+    if when in ("after", "both"):
+        first.register_post_accumulate_grad_hook(hook)
+    if when == "in_forward":
+        model[0].register_forward_hook(lambda *_: first.register_post_accumulate_grad_hook(hook) and None)
+    first.register_post_accumulate_grad_hook(look)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(rows(0, mesh.rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    difference, where = largest_difference(whole_parameters(model), expected(hook, 2))
+    assert difference < 1e-6, where
+    assert len(seen) == 1 + (when == "both")
+    assert (seen[-1] is None) == (hook is drop) or when == "in_forward"
+
+
+@all_stages
+@spmd(world=2)
+def test_a_hook_that_was_removed_is_not_called(stage: int) -> None:
+    model = seeded(two_layers)
+    before = model[0].bias.register_post_accumulate_grad_hook(drop)
+    sc.shard(model, stage=stage)
+    after = model[0].bias.register_post_accumulate_grad_hook(drop)
+    before.remove()
+    after.remove()
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+
+
+@all_stages
+@pytest.mark.parametrize("hook", [drop, halve, replace])
+@spmd(world=2)
+def test_a_hook_that_changes_a_further_gradient_of_a_step_means_torchs_sum_or_is_refused(
+    stage: int, hook: Hook
+) -> None:
+    """In torch it changes the sum with the gradients before, which only stage 0 has on the parameter."""
+    model = sc.shard(seeded(two_layers), stage=stage)
+    alone = seeded(two_layers)
+    for each in (model, alone):
+        each(rows(0, 0, 2, 4)).square().mean().backward()
+        each[0].bias.register_post_accumulate_grad_hook(hook)
+    alone(rows(1, 0, 2, 4)).square().mean().backward()
+    loss = model(rows(1, 0, 2, 4)).square().mean()
+    if stage:
+        with pytest.raises(StateError, match=r"hook.*gradient of parameter '0.bias' in a further backward"):
+            loss.backward()
+        return
+    loss.backward()
+    for each in (sc.optimizer(torch.optim.SGD, model, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)):
+        each.step()
+    difference, where = largest_difference(whole_parameters(model), alone.state_dict())
+    assert difference < 1e-6, where
+
+
+@all_stages
+@spmd(world=2)
+def test_a_hook_may_look_at_every_gradient(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    norms: list[float] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: norms.append(float(param.grad.norm())))
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    for micro in range(3):
+        model(rows(micro, 0, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert len(norms) == 3 * 4
+    assert all(norms)
+
+
+@all_stages
+@spmd(world=2)
+def test_a_hook_that_writes_to_its_parameter_is_refused(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    model[1].weight.register_post_accumulate_grad_hook(write)
+    with pytest.raises(StateError, match=r"hook.*wrote to parameter '1.weight' during backward"):
+        model(rows(0, 0, 2, 4)).square().mean().backward()
+
+
+@all_stages
+@spmd(world=2)
+def test_an_optimizer_that_steps_inside_backward_is_refused(stage: int) -> None:
+    """At stage 0 it would update by this rank's gradient, before the mean over the ranks."""
+    model = sc.shard(seeded(two_layers), stage=stage)
+    bias = model[1].bias
+    optimizer = torch.optim.SGD([bias], lr=0.1)
+    bias.register_post_accumulate_grad_hook(lambda param: optimizer.step())
+    with pytest.raises(StateError, match=r"SGD was stepped (inside a backward|, but it holds)"):
+        model(rows(0, 0, 2, 4)).square().mean().backward()
