@@ -64,13 +64,15 @@ class Portable(ShardedOptimizerMark):
         Args:
             values: what is one value for all elements of a parameter; None for a parameter that has no state yet.
                 Without it, states stay, and only master weights that rest on a disk are replaced.
-            fill: fills the memory of states of elements, and of master weights where these are not here otherwise.
+            fill: fills the memory of states of elements, and of master weights where these are not here otherwise; of
+                all pieces at once, or of a tile where they rest on a disk.
         """
         for piece in list(self._pieces) if values is not None else []:
             wanted = [values(slot) for slot in piece.slots] if values is not None else []
             if any(other != wanted[0] for other in wanted[1:]):
                 self._split(piece)
         kinds: dict[tuple[int, torch.dtype], tuple[dict[str, torch.dtype], Values]] = {}
+        in_memory: list[Fill] = []
 
         def write(piece: Piece) -> None:
             vectors: dict[str, torch.Tensor] = {}
@@ -82,13 +84,17 @@ class Portable(ShardedOptimizerMark):
             if self._keeps_masters:
                 vectors[MASTER] = piece.tensor
             parts = [(held, _within(held, piece)) for held in self._held_of(piece)]
-            fill([Fill(h.slot, name, h.start, h.stop, vectors[name][where]) for h, where in parts for name in vectors])
-            if self._keeps_masters:
-                piece.group.own[piece.start : piece.stop].copy_(piece.tensor)
+            fills = [Fill(h.slot, name, h.start, h.stop, vectors[name][where]) for h, where in parts for name in vectors]
+            if not self._keeps_masters:
+                in_memory.extend(fills)
+                return
+            fill(fills)
+            piece.group.own[piece.start : piece.stop].copy_(piece.tensor)
 
         if values is not None:
             self._update.recover()
         self._update.visit(list(self._pieces), write)
+        fill(in_memory)
 
     def _split(self, piece: Piece) -> list[Piece]:
         raise NotImplementedError
