@@ -29,6 +29,11 @@ def halve(param: nn.Parameter) -> None:
     param.grad.mul_(0.5)
 
 
+def halve_data(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.data.mul_(0.5)
+
+
 def replace(param: nn.Parameter) -> None:
     assert param.grad is not None
     param.grad = param.grad.sign()
@@ -59,7 +64,7 @@ def expected(hook: Hook, world: int) -> dict[str, torch.Tensor]:
 
 @all_stages
 @pytest.mark.parametrize("when", ["before", "after", "in_forward", "both"])
-@pytest.mark.parametrize("hook", [drop, halve, replace])
+@pytest.mark.parametrize("hook", [drop, halve, halve_data, replace])
 @spmd(world=2)
 def test_what_a_hook_leaves_of_a_gradient_is_what_counts(stage: int, when: str, hook: Hook) -> None:
     mesh = sc.Mesh(device="cpu")
@@ -105,7 +110,7 @@ def test_a_hook_that_was_removed_is_not_called(stage: int) -> None:
 
 
 @all_stages
-@pytest.mark.parametrize("hook", [drop, halve, replace])
+@pytest.mark.parametrize("hook", [drop, halve, halve_data, replace])
 @spmd(world=2)
 def test_a_hook_that_changes_a_further_gradient_of_a_step_means_torchs_sum_or_is_refused(
     stage: int, hook: Hook
@@ -163,3 +168,17 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(stage: int) -> None:
     bias.register_post_accumulate_grad_hook(lambda param: optimizer.step())
     with pytest.raises(StateError, match=r"SGD was stepped (inside a backward|, but it holds)"):
         model(rows(0, 0, 2, 4)).square().mean().backward()
+
+
+@spmd(world=2)
+def test_other_memory_for_a_gradient_counts() -> None:
+    """``param.grad.data = ...`` where gradients are on the parameters, after backward and between two."""
+    model, alone = sc.shard(seeded(two_layers), stage=0), seeded(two_layers)
+    for each in (model, alone):
+        for micro in range(2):
+            each(rows(micro, 0, 2, 4)).square().mean().backward()
+            for param in each.parameters():
+                param.grad.data = param.grad.data.sign()
+    sc.optimizer(torch.optim.SGD, model, lr=0.1).step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert largest_difference(whole_parameters(model), alone.state_dict())[0] < 1e-6

@@ -84,7 +84,9 @@ class Portable(ShardedOptimizerMark):
             if self._keeps_masters:
                 vectors[MASTER] = piece.tensor
             parts = [(held, _within(held, piece)) for held in self._held_of(piece)]
-            fills = [Fill(h.slot, name, h.start, h.stop, vectors[name][where]) for h, where in parts for name in vectors]
+            fills = [
+                Fill(h.slot, name, h.start, h.stop, vectors[name][where]) for h, where in parts for name in vectors
+            ]
             if not self._keeps_masters:
                 in_memory.extend(fills)
                 return

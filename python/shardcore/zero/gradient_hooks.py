@@ -25,8 +25,8 @@ class GradientHooks:
         self._grads = grads
         self._missing: set[int] = set()
         self._backward = -1
-        self._shown: dict[int, tuple[torch.Tensor | None, int, int]] = {}
-        """What the user's hooks on a parameter got: its gradient, and how often both had been written to."""
+        self._shown: dict[int, tuple[torch.Tensor | None, int]] = {}
+        """Of a parameter whose hooks run: a copy of what they may not change, and how often it had been written to."""
         self.on_complete: list[Callable[[], None]] = []
         """Called when no gradient of the group is still to come in the running backward."""
         group.unshard()
@@ -57,8 +57,9 @@ class GradientHooks:
 
     def _show(self, index: int, param: torch.Tensor) -> None:
         """The user's hooks are about to run."""
-        grad = param.grad
-        self._shown[index] = (grad, -1 if grad is None else private.version(grad), private.version(param))
+        has_earlier = self._grads.present[index] and not self._grads.exposed
+        copied = param.grad.clone() if has_earlier and param.grad is not None else None
+        self._shown[index] = (copied, private.version(param))
 
     def _take(self, index: int, param: torch.Tensor) -> None:
         """Move ``param.grad`` into the group's buffer; start what its completion allows."""
@@ -91,11 +92,10 @@ class GradientHooks:
         """Refuse what the user's hooks may not do, since it would be lost or mean something else than in torch."""
         if index not in self._shown:
             return
-        shown, version, writes = self._shown.pop(index)
-        if private.version(param) != writes:
+        copied, num_writes = self._shown.pop(index)
+        if private.version(param) != num_writes:
             self._refuse_write(index)
-        has_earlier = self._grads.present[index] and not self._grads.exposed
-        if has_earlier and (grad is not shown or (grad is not None and private.version(grad) != version)):
+        if copied is not None and (grad is None or not _are_same(grad, copied)):
             self._refuse_change(index)
 
     def _refuse_write(self, index: int) -> NoReturn:
@@ -120,6 +120,13 @@ class GradientHooks:
             self._root.wrongly_scaled = self._group.slots[index].name
             return grad
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) * self._root.gradient_factor
+
+
+def _are_same(grad: torch.Tensor, copied: torch.Tensor) -> bool:
+    """To the last bit; a NaN, too, is what it was."""
+    if (grad.dtype, grad.shape) != (copied.dtype, copied.shape):
+        return False
+    return torch.equal(grad.reshape(-1).view(torch.uint8), copied.reshape(-1).view(torch.uint8))
 
 
 def refuse_double_backward() -> None:

@@ -199,21 +199,23 @@ class GroupGradients(JoinsReductions):
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
         if not self.exposed:
             return
-        with private.without_torch_function():
-            for i, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
-                if self.present[i]:
-                    slot.param.grad = view
-                    self._shown[i] = True
+        self.show([i for i, present in enumerate(self.present) if present])
 
-    def drop_unset(self) -> None:
-        """Honour ``param.grad = None`` set by the user (stage 0): such a parameter counts as without gradient."""
-        if self.exposed:
-            for i, slot in enumerate(self._slots):
-                self.present[i] = self.present[i] and not (self._shown[i] and slot.param.grad is None)
+    def heed_params(self) -> None:
+        """Honour what the user has set (stage 0): where ``param.grad`` is None, the parameter counts as without
+        gradient; where it shows other memory (``param.grad.data = ...``), that is the gradient.
+        """
+        for i, slot in enumerate(self._slots if self.exposed else ()):
+            if not (self.present[i] and self._shown[i]):
+                continue
+            if slot.param.grad is None:
+                self.present[i] = False
+            elif not self.holds(i, slot.param.grad):
+                self.assign(i, slot.param.grad)
 
     def hide(self) -> list[int]:
         """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
-        self.drop_unset()
+        self.heed_params()
         with private.without_torch_function():
             shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
             for i in shown:
@@ -221,10 +223,13 @@ class GroupGradients(JoinsReductions):
         return shown
 
     def show(self, indices: Sequence[int]) -> None:
-        """Put gradients back on these parameters."""
+        """Put gradients on these parameters. The tensors are the user's, who may give them other memory."""
         with private.without_torch_function():
             for i in indices:
-                self._slots[i].param.grad = self._views[i]
+                shown = self._slots[i].param.grad
+                if shown is None or not self.holds(i, shown):
+                    self._slots[i].param.grad = self._views[i].detach()
+                self._shown[i] = True
 
     def buffers(self, *, whole: bool) -> list[torch.Tensor]:
         """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
@@ -267,9 +272,8 @@ class GroupGradients(JoinsReductions):
         view = self._views[index]
         if not self.holds(index, value):
             view.copy_(value)
-        self.present[index] = self._written[index] = self._shown[index] = True
-        with private.without_torch_function():
-            self._slots[index].param.grad = view
+        self.present[index] = self._written[index] = True
+        self.show([index])
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""

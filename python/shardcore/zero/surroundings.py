@@ -128,7 +128,7 @@ class Surroundings:
         """
         grads = slot.group.grads
         grads.finish_reduce()
-        grads.drop_unset()
+        grads.heed_params()
         flags = torch.tensor([grads.present[slot.index], grads.has_local], dtype=torch.uint8)
         present, local = comm.max_over_ranks(flags, self.data_axis, f"gradient of {slot.name}").tolist()
         if present or local:

@@ -93,7 +93,7 @@ class Window:
         """
         for group in self._groups:
             _grads(group).finish_reduce()
-            _grads(group).drop_unset()
+            _grads(group).heed_params()
         present, unreduced = self._agree()
         for group in self._order:
             if unreduced[group]:
