@@ -182,3 +182,32 @@ def test_other_memory_for_a_gradient_counts() -> None:
     sc.optimizer(torch.optim.SGD, model, lr=0.1).step()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     assert largest_difference(whole_parameters(model), alone.state_dict())[0] < 1e-6
+
+
+@spmd(world=2)
+def test_a_gradient_dropped_between_two_backwards_stays_dropped() -> None:
+    """Also where the second backward does not reach the parameter (stage 0)."""
+    model, alone = sc.shard(seeded(two_layers), stage=0), seeded(two_layers)
+    for each in (model, alone):
+        each(rows(0, 0, 2, 4)).square().mean().backward()
+        each[0].bias.grad = None
+        each(rows(1, 0, 2, 4))[0, 0].mul(0).add(each[1](rows(1, 0, 2, 5)).square().mean()).backward(
+            inputs=list(each[1].parameters())
+        )
+    sc.optimizer(torch.optim.SGD, model, lr=0.1).step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert largest_difference(whole_parameters(model), alone.state_dict())[0] < 1e-6
+
+
+@all_stages
+@spmd(world=2)
+def test_a_gradient_set_by_the_hook_of_another_parameter_is_refused(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    later, earlier = model[0].bias, model[1].weight
+
+    def set_other(param: nn.Parameter) -> None:
+        earlier.grad = torch.ones_like(earlier, device="cpu")
+
+    later.register_post_accumulate_grad_hook(set_other)
+    with pytest.raises(StateError, match=r"gradient of parameter '1.weight'"):
+        model(rows(0, 0, 2, 4)).square().mean().backward()

@@ -8,13 +8,13 @@ gradient of a backward to the end of its reduction, by resizing that storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from shardcore import _torch_private as private
 from shardcore import comm
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, StateError
 from shardcore.zero.joining import JoinsReductions
 
 if TYPE_CHECKING:
@@ -197,9 +197,22 @@ class GroupGradients(JoinsReductions):
 
     def expose(self) -> None:
         """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
-        if not self.exposed:
-            return
-        self.show([i for i, present in enumerate(self.present) if present])
+        if self.exposed:
+            self.heed_params()
+            self.show([i for i, present in enumerate(self.present) if present])
+
+    def refuse_strays(self) -> None:
+        """After a backward.
+
+        Raises:
+            StateError: something else than a parameter's own hooks has set its gradient meanwhile; it is lost.
+        """
+        with private.without_torch_function():
+            grads = [slot.param.grad for slot in self._slots]
+            for i, grad in enumerate(grads):
+                if grad is not None and not self._shown[i] and not self.holds(i, grad):
+                    self._slots[i].param.grad = None
+                    self._refuse_stray(self._slots[i].name)
 
     def heed_params(self) -> None:
         """Honour what the user has set (stage 0): where ``param.grad`` is None, the parameter counts as without
@@ -307,6 +320,13 @@ class GroupGradients(JoinsReductions):
         self._sent = None
         self.route.forget_errors()
         self.clear(set_to_none=True)
+
+    @staticmethod
+    def _refuse_stray(name: str) -> NoReturn:
+        raise StateError(
+            f"the gradient of parameter {name!r} was set while a backward ran, and not by a hook of its own, so that "
+            "it would be lost: set it in param.register_post_accumulate_grad_hook(...), or after backward"
+        )
 
     def _was_reset(self, index: int) -> bool:
         """Whether the user has replaced ``param.grad`` since it showed this buffer."""

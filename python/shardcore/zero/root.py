@@ -238,9 +238,10 @@ class Root(Surroundings):
         for unit in self.units:
             unit.is_watched = unit.has_hidden_ways or (unit.is_watched and not unit.was_watched)
         self._settle()
-        if self.policy.stage == 0:
-            for group in self.groups:
-                if group.grads is not None:
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.refuse_strays()
+                if group.grads.exposed:
                     group.grads.finish_reduce()
                     group.grads.expose()
         if not self.forward_depth and not self.policy.shards_params:

@@ -307,7 +307,8 @@ def _write_grad(slot: ParameterSlot, piece: torch.Tensor) -> None:
     with torch.no_grad():
         _piece(slot, group.grads.shard).copy_(piece).mul_(group.root.gradient_scale(slot))
     group.grads.present[slot.index] = True
-    group.grads.expose()
+    if group.grads.exposed:
+        group.grads.show([slot.index])
 
 
 def _piece(slot: ParameterSlot, shard: torch.Tensor) -> torch.Tensor:
