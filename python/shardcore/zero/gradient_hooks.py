@@ -33,7 +33,8 @@ class GradientHooks:
         self._nodes: list[Node] = [get_gradient_edge(slot.param).node for slot in group.slots]
         group.reshard()
         for slot in group.slots:
-            private.ClosingHooks(slot.param, self._hook(slot.index, "_show"), self._hook(slot.index, "_take"))
+            show, take = (self._hook(slot.index, act) for act in (GradientHooks._show, GradientHooks._take))
+            private.ClosingHooks(slot.param, before=show, closing=take)
 
     def is_complete(self) -> bool:
         """Whether no gradient of the group is still to come in the running backward."""
@@ -42,7 +43,7 @@ class GradientHooks:
             self._missing = {i for i, node in enumerate(self._nodes) if private.backward_will_execute(node)}
         return not self._missing
 
-    def _hook(self, index: int, method: str) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, act: Callable[[GradientHooks, int, torch.Tensor], None]) -> Callable[..., None]:
         # The garbage collector cannot look into a tensor's hooks while autograd nodes refer to the tensor, so a hook
         # that held its model would keep it for ever.
         hooks = weakref.ref(self)
@@ -51,7 +52,7 @@ class GradientHooks:
         def on_gradient(param: torch.Tensor) -> None:
             alive = hooks()
             if alive is not None:
-                getattr(alive, method)(index, param)
+                act(alive, index, param)
 
         return on_gradient
 
