@@ -14,9 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore as sc
+from shardcore.comm import branches, watch
+from shardcore.errors import RankFailedError
 from shardcore.testing import spmd
-from zero.following import check_follows, rows
+from zero.following import check_follows, rows, seeded
 from zero.models import Block
+from zero.twin import largest_difference, whole_parameters
 
 LATE_S = 1.3
 """Longer than ranks wait before they compare notes."""
@@ -96,6 +99,50 @@ def test_a_rank_that_ends_early_is_noticed_at_once() -> None:
     noticed, message = said[0].split(maxsplit=1)
     assert "rank 1 has ended its program" in message
     assert float(noticed) - float(said[1]) < LIMIT_S
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@spmd(world=2)
+def test_a_rank_that_leaves_a_batch_out_goes_on_with_the_next(stage: int) -> None:
+    """Its forward fails, by memory say, and is caught on that rank alone; the others never learn of it."""
+    model, alone = (seeded(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))) for _ in range(2))
+    mesh = sc.Mesh()
+    batch = 0 if mesh.rank == 0 else 1
+
+    def fail_once(*_: object) -> None:
+        if batch == 0:
+            raise MemoryError("too long")
+
+    model[2].register_forward_pre_hook(fail_once)
+    sc.shard(model, mesh, stage=stage, units=[nn.Linear])
+    optimizer = sc.optimizer("sgd", model, lr=0.1)
+    for batch in range(batch, 4):  # noqa: B020  # the hook looks at it
+        try:
+            model(rows(batch, mesh.rank, 2, 5)).square().mean().backward()
+            optimizer.step()
+        except MemoryError:
+            assert mesh.rank == 0
+        optimizer.zero_grad()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in (1, 2, 3):
+        for rank in range(2):
+            (alone(rows(batch, rank, 2, 5)).square().mean() / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    assert largest_difference(whole_parameters(model), alone.state_dict())[0] < 1e-6
+
+
+@spmd(world=2)
+def test_a_rank_that_waits_for_one_that_has_ended_learns_it_in_any_wait() -> None:
+    """Also where it waits to hear what the other has entered (ranks of different branches)."""
+    mesh = sc.Mesh(device="cpu")
+    if mesh.rank:
+        watch.board().store.set(watch.key_of(watch.board(), "ended/1"), "{}")
+        return
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 1 has ended its program"):
+        branches.part(mesh["dp"])
+    assert time.monotonic() - began < LIMIT_S
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

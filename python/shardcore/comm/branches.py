@@ -133,6 +133,7 @@ def all_enter(axis: Axis, label: str) -> bool:
     b = watch.board()
     if b.store is None:
         return True
+    watch.withdraw_failure(b)
     entry, key = watch.upcoming(axis, label), axis.key
     # A rank may be some collectives ahead of the others, so the last few are told, as it asked for them.
     known = dict(list(b.history[key])[-_NUM_TOLD:]) | b.asked[key] | {entry.sequence: label}
@@ -267,14 +268,20 @@ def _tell_all(axis: Axis, entered: dict[int, str]) -> dict[int, dict[int, str]]:
     if b.store is None:
         return {}
     b.store.set(watch.key_of(b, f"parted/{axis.key}/{b.rank}"), json.dumps(list(entered.items())))
+    watch.withdraw_failure(b)
     entry = watch.upcoming(axis, "what the other ranks have entered")
     deadline = time.monotonic() + watch.timeout_s()
+    noted = time.monotonic()
     while True:
         found = watch.published(b, axis, "parted")
         missing = [rank for rank in axis.ranks if rank != b.rank and rank not in found]
         if not missing:
             return found
         watch.raise_failure(b, entry)
+        if time.monotonic() - noted > watch.PATIENCE_S:
+            noted = time.monotonic()
+            watch.raise_ended(b, entry, missing)
+            watch.raise_gone(b, entry)
         if time.monotonic() > deadline:
             raise RankMismatchError(
                 f"{watch.where(entry)}: ranks {missing} did not come within {watch.timeout_s():.0f} s"

@@ -18,7 +18,7 @@ import time
 import traceback
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -132,8 +132,7 @@ def record(axis: Axis, operation: str, unit: str, numel: int, *, on_cuda: bool =
     start_unfinished()
     if b.on_entry is not None and operation != "link":  # ranks connect in the middle of another collective
         b.on_entry(axis, label)
-    if b.failure is not None:
-        _withdraw_failure(b)
+    withdraw_failure(b)
     key = axis.key
     sequence = b.sequence.get(key, 0)
     b.sequence[key] = sequence + 1
@@ -309,10 +308,12 @@ def report_failure(error: BaseException) -> None:
         b.store.compare_set(key_of(b, "failure"), "", b.failure)
 
 
-def _withdraw_failure(b: _Board) -> None:
-    """This rank has failed, and goes on all the same."""
+def withdraw_failure(b: _Board) -> None:
+    """If this rank has failed, it goes on all the same."""
+    if b.failure is None:
+        return
     told, b.failure = b.failure, None
-    if b.store is not None and told is not None:
+    if b.store is not None:
         with suppress(RuntimeError):
             b.store.compare_set(key_of(b, "failure"), told, "")  # an empty report is none
 
@@ -372,9 +373,18 @@ def raise_failure(b: _Board, entry: Entry) -> None:
             raise RankFailedError(
                 f"rank {failure['rank']} failed: {failure['message']} (rank {b.rank} waited in {where(entry)})"
             )
-    for rank in entry.axis.ranks:
+    raise_ended(b, entry)
+
+
+def raise_ended(b: _Board, entry: Entry, awaited: Sequence[int] | None = None) -> None:
+    """Raise :class:`RankFailedError` if another rank has ended its program: one of those that this rank waits for, by
+    default one that never entered this collective.
+    """
+    for rank in entry.axis.ranks if awaited is None else awaited:
         key = key_of(b, f"ended/{rank}")
-        if rank != b.rank and b.store.check([key]) and _lacks(json.loads(b.store.get(key)), entry):
+        if rank == b.rank or b.store is None or not b.store.check([key]):
+            continue
+        if awaited is not None or json.loads(b.store.get(key)).get(entry.axis.key, 0) <= entry.sequence:
             raise RankFailedError(
                 f"rank {rank} has ended its program without {where(entry)}, in which rank {b.rank} waits: every rank "
                 "must take the same steps (its own output may say why it ended)"
@@ -473,11 +483,6 @@ def _report_end() -> None:
     if b is not None and b.store is not None and b.pid == os.getpid():  # not in a forked child
         with suppress(RuntimeError):
             b.store.set(key_of(b, f"ended/{b.rank}"), json.dumps(b.sequence))
-
-
-def _lacks(sequence: dict[str, int], entry: Entry) -> bool:
-    """Whether a rank that entered so many collectives of each axis never entered this one."""
-    return sequence.get(entry.axis.key, 0) <= entry.sequence
 
 
 def where(entry: Entry) -> str:

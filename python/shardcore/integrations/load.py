@@ -69,10 +69,11 @@ def load_safetensors(
         stored, problems = _open(path, rename)
         if not problems:
             chosen, left_out = _match(where.targets, stored)
-            problems = _complaints(chosen, left_out, strict=strict, cast=cast) + _advice(model, left_out, strict=strict)
+            problems = _complaints(chosen, left_out, stored, strict=strict, cast=cast)
+            problems += _advice(model, left_out, strict=strict)
     except Exception as error:  # noqa: BLE001  # the other ranks must hear of it, whatever it is
         problems, cause = [_told(error, f"matching {path} with the model", where.axis)], error
-    _raise_together(problems, where.axis, f"{path} does not fit the model", cause)
+    _raise_together(problems, where.axis, f"{path} was not loaded", cause)
     _read(chosen, where)
     return left_out
 
@@ -119,11 +120,22 @@ def _match(
     return chosen, Loaded(missing, [name for name in stored if name not in known])
 
 
-def _complaints(chosen: list[tuple[Target, StoredTensor]], left_out: Loaded, *, strict: bool, cast: bool) -> list[str]:
+def _complaints(
+    chosen: list[tuple[Target, StoredTensor]],
+    left_out: Loaded,
+    stored: Mapping[str, StoredTensor],
+    *,
+    strict: bool,
+    cast: bool,
+) -> list[str]:
     problems = []
     if strict:
+        unexpected = [(name, stored[name].name) for name in left_out.unexpected_keys]
         problems += _listed("missing in the file", left_out.missing_keys)
-        problems += _listed("unexpected in the file", left_out.unexpected_keys)
+        problems += _listed(
+            "unexpected in the file",
+            [name if name == old else f"{name!r} (renamed from {old!r})" for name, old in unexpected],
+        )
     shapes = [(t, s) for t, s in chosen if t.shape != s.shape]
     problems += _listed(
         "of another shape", [f"{t.names[0]} (file {list(s.shape)}, model {list(t.shape)})" for t, s in shapes]

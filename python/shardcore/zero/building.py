@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.errors import ConfigError
 from shardcore.mesh import Axis, Mesh
+from shardcore.zero.host_heap import give_back_freed_memory
 from shardcore.zero.pieces import Keeper, to_meta
 from shardcore.zero.sharding import as_mesh
 
@@ -77,6 +78,7 @@ def empty_init() -> Iterator[None]:
         if not param.is_meta:
             to_meta(param, name)
 
+    give_back_freed_memory()
     with _Building(register, lambda: None):
         yield
 

@@ -49,7 +49,8 @@ _METADATA_METHODS = frozenset(
 _EXTERNAL_USE_HINT = (
     "its data are released outside the model's forward and backward. To read it: "
     "`with shardcore.summon(model): ...` (all ranks together; writeback=True to edit it); this rank's piece: "
-    "shardcore.local_shard(param)"
+    "shardcore.local_shard(param). To call a part of the model by itself, make it a unit: "
+    "shardcore.shard(model, units=[...])"
 )
 _GRAD_HINT = (
     "its whole gradient exists on no rank: call loss.backward() without naming parameters, and read this rank's piece "

@@ -189,5 +189,5 @@ def _message(model: nn.Module, names: list[str]) -> str:
         "their modules a reset_parameters() that writes all of them, pass shard(init=<function of a module>), or read "
         "them by shardcore.load_safetensors before shardcore.shard. Values that a constructor computes (buffers such "
         "as masks and frequencies) stay there if the model is built under shardcore.empty_init() instead of "
-        'torch.device("meta")'
+        'torch.device("meta"), and parameters that it computes under shardcore.sharded_init()'
     )

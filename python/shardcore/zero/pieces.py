@@ -25,6 +25,7 @@ from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.protocols import find_slot
 from shardcore.zero.construction import attach_piece, detach_piece, find_piece, notice_uses, stop_noticing
+from shardcore.zero.host_heap import give_back_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,7 @@ class Keeper:
         self._whole: dict[int, torch.Tensor] = {}
         self._held: set[int] = set()
         self._program = comm.Program(gathers_in_forward=False)
+        give_back_freed_memory()
 
     # ------------------------------------------------------------------------------------------- what it keeps
 

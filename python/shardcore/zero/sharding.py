@@ -20,7 +20,7 @@ from shardcore.zero.communication import Communication
 from shardcore.zero.gathering import Gathering
 from shardcore.zero.group import ShardGroup
 from shardcore.zero.guard import refuse_pickle
-from shardcore.zero.host_heap import keep_freed_memory
+from shardcore.zero.host_heap import give_back_freed_memory, keep_freed_memory
 from shardcore.zero.leaves import add_external_parameters
 from shardcore.zero.loading import install_load_hooks
 from shardcore.zero.materialise import Init, materialise
@@ -102,7 +102,7 @@ def shard(
     check_arguments(module, mesh, policy, precision, communication, prefetch, segment_nbytes)
     axes = {experts: choose_axes(mesh, policy, communication, experts=experts) for experts in (False, True)}
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        give_back_freed_memory()
     _check_unsharded(module)
     check_parameters(module)
     assignment = assign_units(module, units)
@@ -127,6 +127,8 @@ def shard(
     )
     root.offload = offload or Offload()
     _install(root)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     return module
 
 
