@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store as Store
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -289,6 +288,12 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def share_step_hooks(of: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
+    """Let hooks around the steps of one optimizer run around those of another, also ones to come."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(to, name, getattr(of, name))
+
+
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
     """Make ``step`` the optimizer's own, also in the eyes of a scheduler that was made for it before.
 
@@ -354,13 +359,6 @@ class ScalerAware:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers of an optimizer that was taken over that it has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def before_any_optimizer_step(check: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call ``check`` before each step of every optimizer of this process; the same function is registered once."""
-    if check not in _registered:
-        _registered.add(check)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
 
 
 def before_any_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:

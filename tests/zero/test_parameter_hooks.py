@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -112,26 +113,86 @@ def test_a_hook_that_was_removed_is_not_called(stage: int) -> None:
 @all_stages
 @pytest.mark.parametrize("hook", [drop, halve, halve_data, replace])
 @spmd(world=2)
-def test_a_hook_that_changes_a_further_gradient_of_a_step_means_torchs_sum_or_is_refused(
-    stage: int, hook: Hook
-) -> None:
-    """In torch it changes the sum with the gradients before, which only stage 0 has on the parameter."""
+def test_a_hook_that_changes_a_further_gradient_of_a_step_is_refused(stage: int, hook: Hook) -> None:
+    """In torch it changes the sum with the gradients before, which is elsewhere. What is refused leaves nothing."""
     model = sc.shard(seeded(two_layers), stage=stage)
-    alone = seeded(two_layers)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(rows(0, 0, 2, 4)).square().mean().backward()
+    handle = model[0].bias.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(StateError, match=r"hook.*gradient of parameter '0.bias' when the step had earlier ones"):
+        model(rows(1, 0, 2, 4)).square().mean().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    sc.reset_iteration(model)
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+
+
+@all_stages
+@spmd(world=2)
+def test_zeros_are_no_earlier_gradient(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    model[0].bias.register_post_accumulate_grad_hook(halve)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    optimizer.zero_grad(set_to_none=False)
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.zero_grad(set_to_none=False)
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert largest_difference(whole_parameters(model), expected(halve, 2))[0] < 1e-6
+
+
+@spmd(world=2)
+def test_gradients_that_somebody_keeps_stay_as_they_are() -> None:
+    """Stage 0, where ``param.grad`` shows them: kept over zero_grad, over ``param.grad = None``, and exchanged."""
+
+    def three_layers() -> nn.Module:
+        return nn.Sequential(*two_layers(), nn.Linear(3, 3))
+
+    model, alone = sc.shard(seeded(three_layers), stage=0, units=[nn.Linear]), seeded(three_layers)
     for each in (model, alone):
+        first, last = each[0].bias, each[1].weight
         each(rows(0, 0, 2, 4)).square().mean().backward()
-        each[0].bias.register_post_accumulate_grad_hook(hook)
-    alone(rows(1, 0, 2, 4)).square().mean().backward()
-    loss = model(rows(1, 0, 2, 4)).square().mean()
-    if stage:
-        with pytest.raises(StateError, match=r"hook.*gradient of parameter '0.bias' in a further backward"):
-            loss.backward()
-        return
-    loss.backward()
-    for each in (sc.optimizer(torch.optim.SGD, model, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)):
-        each.step()
-    difference, where = largest_difference(whole_parameters(model), alone.state_dict())
-    assert difference < 1e-6, where
+        kept = first.grad
+        each.zero_grad()
+        each(rows(1, 0, 2, 4)).square().mean().backward()
+        first.grad.add_(kept)
+        kept, others = last.grad, each[0].weight.grad
+        each[1].zero_grad()
+        assert each[0].weight.grad is others or each is model
+        last.grad = None
+        each(rows(2, 0, 2, 4)).square().mean().backward()
+        last.grad = kept
+        square = each[1].bias
+        square.grad, other = square.grad.flip(0), square.grad
+        square.grad.add_(other)
+        each[2].bias.grad, square.grad = square.grad, each[2].bias.grad
+    a, b = model[0].bias, alone[0].bias
+    torch.testing.assert_close(a.grad, b.grad)
+    for optimizer in (sc.optimizer(torch.optim.SGD, model, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)):
+        optimizer.step()
+    assert largest_difference(whole_parameters(model), alone.state_dict())[0] < 1e-6
+
+
+@all_stages
+@spmd(world=2)
+def test_a_backward_that_failed_leaves_no_gradient_behind(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+
+    def fail(param: nn.Parameter) -> None:
+        raise ValueError("not now")
+
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    for clear in (optimizer.zero_grad, model.zero_grad, lambda: sc.reset_iteration(model)):
+        handle = model[0].bias.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(ValueError, match="not now"):
+            model(rows(1, 0, 2, 4)).square().mean().backward()
+        handle.remove()
+        clear()
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
 
 
 @all_stages
@@ -211,3 +272,45 @@ def test_a_gradient_set_by_the_hook_of_another_parameter_is_refused(stage: int) 
     later.register_post_accumulate_grad_hook(set_other)
     with pytest.raises(StateError, match=r"gradient of parameter '1.weight'"):
         model(rows(0, 0, 2, 4)).square().mean().backward()
+
+
+@all_stages
+@pytest.mark.parametrize("where", ["forward", "summon"])
+@spmd(world=2)
+def test_a_gradient_set_where_nothing_notices_it_is_refused_or_counts(stage: int, where: str) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    model(rows(0, 0, 2, 4)).square().mean().backward()
+    bias = model[1].bias
+    ones = torch.ones(3)
+
+    def set_it(*_: object) -> None:
+        bias.grad = ones.clone()
+
+    refused = pytest.raises(StateError, match=r"gradient of parameter '1.bias'") if stage else nullcontext()
+    if where == "summon":
+        with sc.summon(model):
+            set_it()
+        with refused:
+            optimizer.step()
+    else:
+        model[1].register_forward_hook(set_it)
+        with refused:
+            model(rows(1, 0, 2, 4)).sum().mul(0).backward()
+    if not stage:
+        torch.testing.assert_close(bias.grad, ones)
+
+
+@all_stages
+@spmd(world=2)
+def test_a_gradient_from_before_sharding_is_not_dropped_in_silence(stage: int) -> None:
+    model = seeded(two_layers)
+    model(rows(1, 0, 2, 4)).square().mean().backward()
+    sc.shard(model, stage=stage)
+    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    with pytest.raises(StateError, match="had a gradient before it was sharded"):
+        model(rows(1, 0, 2, 4)).square().mean().backward()
+    optimizer.zero_grad()
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6

@@ -19,11 +19,12 @@ from shardcore.optim.agreement import OptionChanges, agree_on_options
 from shardcore.optim.global_norm import any_gradient, sum_of_squares
 from shardcore.optim.held import Held, join
 from shardcore.optim.hosted import common_offload, on_host
-from shardcore.optim.loss_scale import ConstantScale, DynamicScale
+from shardcore.optim.making import build_inner, default_scale, has_other_step, have_members
 from shardcore.optim.pieces import Piece, cut_into_pieces, split
 from shardcore.optim.probe import check_elementwise
 from shardcore.optim.saving import restore, save
 from shardcore.optim.single import OfOneParameter
+from shardcore.optim.state_map import StateOfPieces
 from shardcore.optim.targets import Options, check_options, find_class, named_options, resolve_targets
 from shardcore.optim.tokens import count_tokens, tokens_per_rank
 from shardcore.optim.updating import make_update
@@ -106,7 +107,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         tile_numel = offload.tile_numel if offload.states == "nvme" else None
         self._pieces = [piece for root in roots for piece in cut_into_pieces(root.groups, options_of, tile_numel)]
         self._held = Held(roots, options_of)
-        self.inner = _build_inner(
+        self.inner = build_inner(
             build, [{**g, "params": [p.tensor for p in self._pieces if p.options == i]} for i, g in enumerate(groups)]
         )
         """The torch optimizer over this rank's pieces; its ``param_groups`` follow the public ones at each step."""
@@ -124,7 +125,7 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         self._groups_are_fixed = True
         self.param_groups = groups
         self.max_grad_norm = max_grad_norm
-        self._loss_scale = loss_scale or _default_scale(roots)
+        self._loss_scale = loss_scale or default_scale(roots)
         join(self, roots)
         self.loss_scale = self._loss_scale
         self.track_grad_norm = False
@@ -135,8 +136,10 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         self._unscaled_at: dict[ShardedRoot, int] = {}
         self._normalised_by = 1.0
         self._options = OptionChanges(roots, groups)
+        self._members = [list(group["params"]) for group in groups]
         self._norm: torch.Tensor | None = None
         self._taken_over: torch.optim.Optimizer | None = None
+        self._state_of_instance: Any = None
 
     @classmethod
     def from_instance(
@@ -154,6 +157,11 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         if isinstance(instance, ShardedOptimizer):
             raise ConfigError(
                 "this optimizer is sharded already; pass the torch optimizer it was made from, or use it as it is"
+            )
+        if has_other_step(instance):
+            raise ConfigError(
+                f"{type(instance).__name__}.step was replaced on this instance, which sharding would undo: change step "
+                "on the optimizer that shardcore.optimizer returns, or by register_step_pre_hook"
             )
         if any(state.get("step") != 0 for state in instance.state.values()):
             raise StateError(
@@ -177,8 +185,9 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         for group in groups:
             group.pop("param_names", None)
         sharded.param_groups = instance.param_groups
+        private.share_step_hooks(instance, sharded)
         private.replace_step(instance, sharded.step)
-        sharded._taken_over = instance
+        sharded._taken_over, sharded._state_of_instance = instance, instance.state
         instance.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
         instance.state_dict = sharded.state_dict  # type: ignore[method-assign]
         instance.load_state_dict = sharded.load_state_dict  # type: ignore[method-assign]
@@ -190,11 +199,16 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         in the background is waited for; what was taken out of it before must stay as it is until then.
         """
         self._wait_for_readers()
-        return self.inner.state
+        return StateOfPieces(self.inner.state)
 
     @state.setter
     def state(self, state: Any) -> None:
-        """torch's constructor sets one; the inner optimizer's is the one that counts."""
+        """An empty one forgets all states. torch's constructor sets one, too; there the inner optimizer's stays."""
+        if not self._groups_are_fixed:
+            return
+        if state:
+            raise StateError("optimizer.state of a sharded optimizer is set by load_state_dict, or emptied")
+        self.state.clear()
 
     @property
     def loss_scale(self) -> LossScale:
@@ -357,6 +371,10 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
 
     def _step(self) -> None:
         self.step_was_applied = False
+        if self._taken_over is not None:
+            self._follow(self._taken_over)
+        if not have_members(self.param_groups, self._members):
+            raise StateError(_FIXED_GROUPS)
         self._options.note_changes(self.param_groups)
         self._wait_for_readers()
         has_gradient = self._held.with_gradient(self._roots)
@@ -382,8 +400,6 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
 
     def _run_update(self, pieces: list[Piece], factor: float | torch.Tensor) -> None:
         groups = self._held.groups
-        if len(self.param_groups) != len(self.inner.param_groups):
-            raise StateError(_FIXED_GROUPS)
         for group in groups:
             group.adopt_edits_if_any()
         for public, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -391,6 +407,13 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             self._held.multiply(factor)
         self._update.run(pieces)
+
+    def _follow(self, instance: torch.optim.Optimizer) -> None:
+        """Honour what was set on the instance that was taken over: other groups, an empty state."""
+        self.param_groups = instance.param_groups
+        if instance.state is not self._state_of_instance:
+            self.state = instance.state
+            self._state_of_instance = instance.state
 
     def _divisor(self) -> float:
         """By what the sums in the shards are divided: the loss scale and what normalises the window. Collective where
@@ -453,33 +476,6 @@ class ShardedOptimizer(OfOneParameter, private.ScalerAware, ShardedOptimizerMark
         position = self._pieces.index(piece)
         self._pieces[position : position + 1] = parts
         return parts
-
-
-def _build_inner(
-    build: Callable[[list[Options]], torch.optim.Optimizer], groups: list[Options]
-) -> torch.optim.Optimizer:
-    """The inner optimizer over 1-D pieces, or a ConfigError with what it says against them or its options."""
-    try:
-        with private.without_loading_compiler():
-            return build(groups)
-    except TypeError as error:  # an option that it does not have
-        raise ConfigError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"{error} (parameters reach a sharded optimizer in pieces, as vectors)") from error
-
-
-def _default_scale(roots: Sequence[ShardedRoot]) -> LossScale:
-    """What the precision of the roots asks for; roots of one optimizer share one scale."""
-    for root in roots:
-        asked = root.precision.loss_scale
-        if isinstance(asked, (int, float)):
-            return ConstantScale(float(asked))
-        is_half = any(
-            slot.param.dtype == torch.float16 for group in root.groups if group.trainable for slot in group.slots
-        )
-        if asked == "dynamic" or is_half:
-            return DynamicScale()
-    return ConstantScale()
 
 
 def _first_nonfinite(groups: Sequence[ShardedGroup]) -> str:

@@ -58,7 +58,7 @@ class GradientHooks:
 
     def _show(self, index: int, param: torch.Tensor) -> None:
         """The user's hooks are about to run."""
-        has_earlier = self._grads.present[index] and not self._grads.exposed
+        has_earlier = self._grads.has_sum[index]
         copied = param.grad.clone() if has_earlier and param.grad is not None else None
         self._shown[index] = (copied, private.version(param))
 
@@ -72,7 +72,7 @@ class GradientHooks:
         self._root.window.note_gradient(self._group)
         if grad is not None:
             self._accumulate(index, param, grad)
-        elif self._grads.exposed:
+        elif self._grads.present[index]:  # zeros of zero_grad(set_to_none=False)
             self._grads.drop(index)
         self._missing.discard(index)
         if not self._missing:
@@ -109,10 +109,9 @@ class GradientHooks:
     def _refuse_change(self, index: int) -> NoReturn:
         raise StateError(
             f"a hook of register_post_accumulate_grad_hook changed the gradient of parameter "
-            f"{self._group.slots[index].name!r} in a further backward of a step: at stage "
-            f"{self._group.policy.stage} it sees only what this backward brought, while in torch (and at stage 0) it "
-            "would change the sum with the earlier ones. Change what each backward brings by param.register_hook(...), "
-            "or the sum after backward by shardcore.zero.set_full_grad(param, value)"
+            f"{self._group.slots[index].name!r} when the step had earlier ones of it: the hook sees only what came "
+            "now; in torch it would change the sum. Change what each backward brings by param.register_hook(...), or "
+            "the sum after backward by shardcore.zero.set_full_grad(param, value)"
         )
 
     def _corrected(self, index: int, grad: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,15 @@ gradient of a backward to the end of its reduction, by resizing that storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardcore import _torch_private as private
 from shardcore import comm
-from shardcore.errors import ConfigError, StateError
+from shardcore.errors import ConfigError
 from shardcore.zero.joining import JoinsReductions
+from shardcore.zero.showing import ShowsGradients
 
 if TYPE_CHECKING:
     from shardcore.mesh import Axis
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardcore.protocols import ParameterSlot
 
 
-class GroupGradients(JoinsReductions):
+class GroupGradients(ShowsGradients, JoinsReductions):
     """Gradient buffers of a group of ``padded_numel`` elements over a shard axis of S ranks.
 
     Local gradients are divided by the number of data-parallel ranks as they enter (where nothing is sharded: after the
@@ -72,20 +73,29 @@ class GroupGradients(JoinsReductions):
         self.exposed = expose
         """Whether ``param.grad`` shows the reduced gradient (stage 0), as users of DDP expect."""
 
-        self._full = torch.empty(layout.padded_numel, dtype=sum_dtype, device=device)
-        self._views = [self._full[s.offset : s.offset + s.numel].view(s.param.shape) for s in slots]
-        self._gaps = [self._full[start:stop] for start, stop in layout.gaps()]
-        self._nbytes = self._full.untyped_storage().nbytes()
-        start = shard_axis.rank * layout.shard_numel
-        self._own = self._full[start : start + layout.shard_numel]
-        self._shard: torch.Tensor | None = self._own if self._keep_whole else None
-        self._rest = (self._full[:start], self._full[start + layout.shard_numel :])
-        self._resize(0)
+        self._layout = layout
+        self._shard: torch.Tensor | None = None
+        self._make_buffer(sum_dtype, device)
+        self._num_users = private.num_storage_users(self._full)
 
         self.present = [False] * len(slots)
         """Which parameters got a gradient on this rank since the last clear."""
+        self.has_sum = [False] * len(slots)
+        """Of which a gradient has come that is not zero for sure."""
         self._written = [False] * len(slots)
         self._shown = [False] * len(slots)
+
+    def _make_buffer(self, dtype: torch.dtype, device: torch.device) -> None:
+        layout, start = self._layout, self._shard_axis.rank * self._layout.shard_numel
+        self._full = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        self._views = [self._full[s.offset : s.offset + s.numel].view(s.param.shape) for s in self._slots]
+        self._gaps = [self._full[start:stop] for start, stop in layout.gaps()]
+        self._nbytes = self._full.untyped_storage().nbytes()
+        self._own = self._full[start : start + layout.shard_numel]
+        self._rest = (self._full[:start], self._full[start + layout.shard_numel :])
+        if self._keep_whole:
+            self._shard = self._own
+        self._resize(0)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -115,7 +125,7 @@ class GroupGradients(JoinsReductions):
             )
         self.finish_reduce()
         self._open()
-        self.present[index] = True
+        self.present[index] = self.has_sum[index] = True
         view = self._views[index]
         if self.holds(index, grad):
             self._written[index] = True  # autograd has added into the buffer itself
@@ -137,7 +147,7 @@ class GroupGradients(JoinsReductions):
         if not self._written[index]:
             self._views[index].zero_()
             self._written[index] = True
-        self.present[index] = True
+        self.present[index] = self.has_sum[index] = True
         return self._views[index]
 
     def empty_whole(self, index: int) -> None:
@@ -195,55 +205,6 @@ class GroupGradients(JoinsReductions):
             self._host_shard.copy_(self._device_shard)
             self._host_is_current = True
 
-    def expose(self) -> None:
-        """Let ``param.grad`` of every parameter that has one show the buffer (stage 0)."""
-        if self.exposed:
-            self.heed_params()
-            self.show([i for i, present in enumerate(self.present) if present])
-
-    def refuse_strays(self) -> None:
-        """After a backward.
-
-        Raises:
-            StateError: something else than a parameter's own hooks has set its gradient meanwhile; it is lost.
-        """
-        with private.without_torch_function():
-            grads = [slot.param.grad for slot in self._slots]
-            for i, grad in enumerate(grads):
-                if grad is not None and not self._shown[i] and not self.holds(i, grad):
-                    self._slots[i].param.grad = None
-                    self._refuse_stray(self._slots[i].name)
-
-    def heed_params(self) -> None:
-        """Honour what the user has set (stage 0): where ``param.grad`` is None, the parameter counts as without
-        gradient; where it shows other memory (``param.grad.data = ...``), that is the gradient.
-        """
-        for i, slot in enumerate(self._slots if self.exposed else ()):
-            if not (self.present[i] and self._shown[i]):
-                continue
-            if slot.param.grad is None:
-                self.present[i] = False
-            elif not self.holds(i, slot.param.grad):
-                self.assign(i, slot.param.grad)
-
-    def hide(self) -> list[int]:
-        """Take gradients off the parameters while their memory is away; returns which, for :meth:`show`."""
-        self.heed_params()
-        with private.without_torch_function():
-            shown = [i for i, slot in enumerate(self._slots) if self.exposed and slot.param.grad is not None]
-            for i in shown:
-                self._slots[i].param.grad = None
-        return shown
-
-    def show(self, indices: Sequence[int]) -> None:
-        """Put gradients on these parameters. The tensors are the user's, who may give them other memory."""
-        with private.without_torch_function():
-            for i in indices:
-                shown = self._slots[i].param.grad
-                if shown is None or not self.holds(i, shown):
-                    self._slots[i].param.grad = self._views[i].detach()
-                self._shown[i] = True
-
     def buffers(self, *, whole: bool) -> list[torch.Tensor]:
         """The whole buffer, or the shard where it is a buffer of its own; empty where there is none now."""
         if whole:
@@ -264,6 +225,9 @@ class GroupGradients(JoinsReductions):
         """Forget the gradient of one parameter, as :meth:`clear` does of all."""
         self.finish_reduce()
         slot = self._slots[index]
+        if set_to_none or not self.exposed:  # there, what a backward that failed has left
+            self._take_off(index)
+            self._leave_to_user(keeps_values=True)
         if self._is_open():
             self._views[index].zero_()
         if self._shard is not None and not self._keep_whole:
@@ -271,34 +235,28 @@ class GroupGradients(JoinsReductions):
             first, last = max(slot.offset - start, 0), min(slot.offset + slot.numel - start, self._own.numel())
             self._shard[first : max(first, last)].zero_()
         self._host_is_current = False
+        self.has_sum[index] = False
         if set_to_none:
             self.present[index] = False
-            if self.exposed:
-                slot.param.grad = None
-                self._shown[index] = False
 
-    def assign(self, index: int, value: torch.Tensor) -> None:
-        """``param.grad = value`` where gradients are on the parameters: the value goes into the buffer."""
+    def _assign(self, index: int, value: torch.Tensor) -> None:
         self.finish_reduce()
         if not self.has_local:
             self.settle()
-        view = self._views[index]
-        if not self.holds(index, value):
-            view.copy_(value)
-        self.present[index] = self._written[index] = True
+        self._views[index].copy_(value)
+        self.present[index] = self.has_sum[index] = self._written[index] = True
         self.show([index])
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients; with ``set_to_none=False`` they become zeros that still count as gradients."""
         self.finish_reduce()
         self.has_local = self.was_reduced = self._host_is_current = False
-        self._written = [False] * len(self._slots)
-        self._shown = [False] * len(self._slots)
+        self._written, self.has_sum = [False] * len(self._slots), [False] * len(self._slots)
+        if set_to_none or not self.exposed:
+            self._take_off()
         if set_to_none:
             self.present = [False] * len(self._slots)
-            if self.exposed:
-                for slot in self._slots:
-                    slot.param.grad = None
+            self._leave_to_user(keeps_values=False)
         else:
             self._device_shard.zero_()
             self.was_reduced = True
@@ -321,12 +279,23 @@ class GroupGradients(JoinsReductions):
         self.route.forget_errors()
         self.clear(set_to_none=True)
 
-    @staticmethod
-    def _refuse_stray(name: str) -> NoReturn:
-        raise StateError(
-            f"the gradient of parameter {name!r} was set while a backward ran, and not by a hook of its own, so that "
-            "it would be lost: set it in param.register_post_accumulate_grad_hook(...), or after backward"
-        )
+    def _leave_to_user(self, *, keeps_values: bool) -> None:
+        """If somebody keeps a gradient that a parameter has shown, leave the buffer to them, and go on with another."""
+        if not (self.exposed and self._is_open()):
+            return
+        with private.without_torch_function():
+            grads = [slot.param.grad for slot in self._slots]
+        shown = [i for i, grad in enumerate(grads) if grad is not None and self.holds(i, grad)]
+        if private.num_storage_users(self._full) <= self._num_users + len(shown):
+            return
+        old = self._full
+        self._make_buffer(old.dtype, old.device)
+        if keeps_values:
+            self._resize(self._nbytes)
+            self._full.copy_(old)
+        with private.without_torch_function():
+            for i in shown:
+                self._slots[i].param.grad = self._views[i].detach()
 
     def _was_reset(self, index: int) -> bool:
         """Whether the user has replaced ``param.grad`` since it showed this buffer."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardcore import _torch_private as private
 from shardcore import comm
 from shardcore.errors import StateError
 from shardcore.offload import ShardMemory
@@ -60,6 +61,8 @@ class ShardGroup(Edits, JoinsGathers):
     _is_guarded = False
     _handle: comm.Handle | None = None
     _release_is_due = False
+    _num_users = 0
+    """How many tensors showed the memory of ``full`` before code outside first used a parameter (stages 1 and 2)."""
 
     def __init__(
         self,
@@ -239,6 +242,8 @@ class ShardGroup(Edits, JoinsGathers):
             self._move(ParamState.UNSHARDING)
             self._handle = self._gathering.route.gather(self.full, self.name)
             self.guard()
+            if self._num_users and private.num_storage_users(self.full) > self._num_users:
+                self._arrive()  # somebody keeps param.detach() or a state_dict(), and cannot be made to wait
 
     def on_guarded_use(
         self, slot: ParameterSlot, func: Callable[..., Any], args: Sequence[Any] = ()
@@ -250,6 +255,7 @@ class ShardGroup(Edits, JoinsGathers):
             self.root.check_here("lp_params", what=f"a use of parameter {slot.name!r}")
         leaves_no_trace = func in _LEAVES_NO_TRACE or reads_data(func)
         if not self.releases or self.pins:
+            self._num_users = self._num_users or private.num_storage_users(self.full)
             self._memory_was_taken |= leaves_no_trace and not self.releases  # contexts that show them see to writes
             if self.root is not None and self.root.is_passing:
                 self.unshard()

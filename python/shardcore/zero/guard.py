@@ -180,7 +180,8 @@ def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if value is None:
         return grads.drop(slot.index)
     if grads.exposed:
-        return grads.assign(slot.index, value)
+        root = slot.group.root
+        return grads.set_shown(slot.index, value.clone() if root.shows(value) else value)
     raise StateError(
         f"the gradient of parameter {slot.name!r} (stage {slot.group.policy.stage}) is not on the parameter, and one "
         "set there would not be used: all ranks call shardcore.zero.set_full_grad(param, value) (safe_set_full_grad)"

@@ -7,6 +7,7 @@ gradient of its parameters is still to come.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcore import _torch_private as private
 from shardcore import comm
@@ -42,7 +44,7 @@ def install(root: Root) -> None:
             hooks = _UnitHooks(root, unit, gradient_hooks)
             unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(hooks.post_forward, always_call=True)
-    private.before_any_optimizer_step(_refuse_unsharded_optimizer)
+    _watch_optimizers()
     private.before_any_clipping(_refuse_unsharded_clipping)
     private.before_any_norm(_refuse_norm_of_nothing)
     private.after_any_zero_grad(_clear_sharded)
@@ -51,6 +53,11 @@ def install(root: Root) -> None:
     outer = _RootHooks(root)
     root.module.register_forward_pre_hook(outer.pre_forward, prepend=True, with_kwargs=True)
     root.module.register_forward_hook(outer.post_forward, always_call=True)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _refuse_unsharded_optimizer(optimizer))
 
 
 def _refuse_unsharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -392,4 +399,6 @@ class _RootHooks:
 
     @private.not_traced
     def _on_gradient(self, grad: torch.Tensor) -> None:
+        if not self._root.backward_running:
+            self._root.refuse_strays()
         self._root.begin_backward()

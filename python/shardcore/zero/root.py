@@ -86,6 +86,8 @@ class Root(Surroundings):
     """
     wrongly_scaled: str | None = None
     """A parameter whose gradient in this window could not be corrected so."""
+    dropped_gradient: str | None = None
+    """A parameter that had a gradient before it was sharded, until gradients are cleared."""
     forward_depth = 0
     _call: FrameType | None = None
     """The outermost call of the module whose forward runs."""
@@ -215,12 +217,20 @@ class Root(Surroundings):
         if self.backward_running:
             return
         self.check_here("lp_params", "lp_grads", "contiguous_grad_buffer", what="backward")
+        if self.dropped_gradient is not None:
+            raise StateError(
+                f"parameter {self.dropped_gradient!r} had a gradient before it was sharded, which was dropped then: "
+                "call optimizer.zero_grad() before the first backward if that is meant, or step before shardcore.shard"
+            )
         self.backward_running = True
         for optimizer in self.live_optimizers():
             optimizer.scale_again(self)
         self.num_passes += 1
         self.gradient_factor = self.output_scale / scaling.running_factor()
         self._unwatch()
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.begin_backward()
         self._forget_errors_of_another_scale()
         private.queue_backward_callback(self.end_backward)
         used = {group for unit in self.units if unit.was_called for group in unit.groups}
@@ -238,15 +248,36 @@ class Root(Surroundings):
         for unit in self.units:
             unit.is_watched = unit.has_hidden_ways or (unit.is_watched and not unit.was_watched)
         self._settle()
+        self.refuse_strays()
         for group in self.groups:
-            if group.grads is not None:
-                group.grads.refuse_strays()
-                if group.grads.exposed:
-                    group.grads.finish_reduce()
-                    group.grads.expose()
+            if group.grads is not None and group.grads.exposed:
+                group.grads.finish_reduce()
+                group.grads.expose()
         if not self.forward_depth and not self.policy.shards_params:
             for group in self.groups:
                 group.watch()
+
+    def shows(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is a gradient of a parameter, in a group's own memory."""
+        storage = private.storage_id(value)
+        return any(
+            storage == private.storage_id(full) for g in self.groups if g.grads for full in g.grads.buffers(whole=True)
+        )
+
+    def refuse_strays(self) -> None:
+        """Forget gradients that were set where nothing here notices it.
+
+        Raises:
+            StateError: there were any.
+        """
+        strays = [name for group in self.groups if group.grads is not None for name in group.grads.take_strays()]
+        if strays:
+            raise StateError(
+                f"the gradient of parameter {strays[0]!r} was set in a forward, in a backward by something else than a "
+                "hook of its own, or inside summon, where it would be lost: set it in a hook of "
+                "param.register_post_accumulate_grad_hook(...), or between backward and step by "
+                "shardcore.zero.set_full_grad(param, value)"
+            )
 
     def finish_gradients(self) -> list[list[bool]]:
         """Reduce what is not reduced yet; per trainable group and parameter: has any rank a gradient? Collective."""
@@ -263,6 +294,7 @@ class Root(Surroundings):
                 f"gradient of {self.wrongly_scaled!r} was added up with the wrong one: step models that one loss "
                 "reaches by one optimizer (shardcore.optimizer(cls, [a, b], ...)), or use stage 1 to 3"
             )
+        self.refuse_strays()
         self.rest()
         self.structure.check()
         with private.without_torch_function():
@@ -286,7 +318,7 @@ class Root(Surroundings):
         self.num_micro_batches = self.window.num_backwards_in_micro_batch = 0
         self.num_passes += 1
         self._correction = 1.0
-        self.wrongly_scaled = None
+        self.wrongly_scaled = self.dropped_gradient = None
         self.num_tokens.clear()
         if self._takes_turns():
             if self.window.num_backwards or self.window.is_clear:
@@ -312,7 +344,7 @@ class Root(Surroundings):
         for group in self.groups:
             group.abandon()
         self.num_micro_batches = 0
-        self.wrongly_scaled = None
+        self.wrongly_scaled = self.dropped_gradient = None
         self.num_passes += 1
         self.num_tokens.clear()
         self.watch()

@@ -107,7 +107,7 @@ def shard(
     check_parameters(module)
     assignment = assign_units(module, units)
     materialise(module, mesh, assignment, init)
-    _cast(module, precision, mesh.device)
+    dropped = _cast(module, precision, mesh.device)
     layout = plan_units(assignment, axes, segment_nbytes or default_segment_nbytes(mesh.device))
     check_budget(module, assignment, layout, prefetch.budget if prefetch is not None else None)
     _broadcast_buffers(module, axes[False].data)
@@ -126,20 +126,21 @@ def shard(
         limits=prefetch,
     )
     root.offload = offload or Offload()
-    _install(root)
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
+    _install(root, dropped)
     return module
 
 
-def _install(root: Root) -> None:
+def _install(root: Root, dropped_gradient: str | None) -> None:
     """Make the module act by itself."""
+    root.dropped_gradient = dropped_gradient
     attach_root(root.module, root)
     hooks.install(root)
     install_state_dict_hooks(root)
     install_load_hooks(root)
     add_external_parameters(root.module)
     root.watch()
+    if root.device.type == "cpu":
+        keep_freed_memory()
     object.__setattr__(root.module, "__deepcopy__", _refuse_copy)
     object.__setattr__(root.module, "__reduce_ex__", refuse_pickle)
 
@@ -190,10 +191,15 @@ def _check_unsharded(module: nn.Module) -> None:
             raise StateError(f"parameter {name!r} belongs to another sharded module; shard a module that contains both")
 
 
-def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Parameters to their dtype and device, buffers to the device only."""
+def _cast(module: nn.Module, precision: Precision, device: torch.device) -> str | None:
+    """Parameters to their dtype and device, buffers to the device only. Returns a parameter that had a gradient, if any
+    had; it is dropped.
+    """
+    dropped = None
     with torch.no_grad():
-        for param in module.parameters():
+        for name, param in module.named_parameters():
+            if param.grad is not None and not param.grad.is_meta and bool(param.grad.any()):
+                dropped = dropped or name
             if not cast_piece(param, device, precision.param_dtype):
                 param.data = param.data.to(device=device, dtype=precision.param_dtype)
             param.grad = None
@@ -201,6 +207,7 @@ def _cast(module: nn.Module, precision: Precision, device: torch.device) -> None
             for name, buffer in child._buffers.items():
                 if buffer is not None:
                     child._buffers[name] = buffer.to(device)
+    return dropped
 
 
 def _broadcast_buffers(module: nn.Module, axis: Axis) -> None:

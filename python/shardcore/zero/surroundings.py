@@ -119,6 +119,7 @@ class Surroundings:
             self.clear_gradients(set_to_none)
             return
         self.check_here("lp_grads", "contiguous_grad_buffer", what="zero_grad of a part")
+        self.dropped_gradient = None
         for slot in slots:
             slot.group.grads.drop(slot.index, set_to_none=set_to_none)
 
