@@ -7,6 +7,7 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import shardcore as sc
-from shardcore.testing import PeakTensorBytes, run_spmd
+from shardcore.testing import PeakTensorBytes, run_spmd, spmd
 from shardcore.zero.units import assign_units
 from zero.built import Block
 
@@ -108,3 +109,32 @@ def test_the_peak_while_building(how: str, name: str, world: int, tmp_path: Path
 
         save_model(MODELS[name]()(), str(path))
     run_spmd(check_peak, world, how, name, str(path))
+
+
+def resident_nbytes(what: str) -> int:
+    """``VmRSS`` or ``VmHWM`` (its peak) of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("how", ["meta", "sharded_init", "whole"])
+@spmd(world=2)
+def test_the_resident_peak_while_building(how: str) -> None:
+    """The allocator gives back what is freed, although each unit is smaller than what it likes to keep."""
+    num_blocks, width = 24, 512
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, 4 * width, bias=False) for _ in range(num_blocks)))
+
+    unit = 16 * width * width
+    contexts = {"meta": torch.device("meta"), "sharded_init": sc.sharded_init(), "whole": nullcontext()}
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # forget the peak so far
+    before = resident_nbytes("VmRSS")
+    with contexts[how]:
+        model = make()
+    sc.shard(model)
+    whole = num_blocks * unit
+    bound = (whole if how == "whole" else whole // 2) + 4 * unit + (16 << 20)
+    used = resident_nbytes("VmHWM") - before
+    assert used < bound, f"{used >> 20} MiB, {used / bound:.2f} x the bound"
