@@ -121,10 +121,12 @@ fn allocate(folder: &Path, nbytes: u64, access: Access<'_>) -> Result<Arc<DiskFi
         options.read(true).write(true).create_new(true).mode(0o600);
         let file = options.open(&path).map_err(failed)?;
         let named = Named(path.clone());
-        // Without locks in this file system the name alone tells the owner.
-        let _ = try_lock(&file);
+        // Without locks in this file system the name alone tells the owner. A sweep may hold this one's, and remove it.
+        if matches!(try_lock(&file), Ok(false)) {
+            continue;
+        }
         let id = FileId::of(&file.metadata().map_err(failed)?);
-        // A sweep may have come between the making and the lock.
+        // Or it has come and gone between the making and the lock.
         if !fs::symlink_metadata(&path).is_ok_and(|metadata| FileId::of(&metadata) == id) {
             continue;
         }
