@@ -61,6 +61,9 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or len(after) > isinstance(after, ClosingHooks)
 
 
+_BEFORE, _EARLIER, _CLOSING = -3, -2, -1
+
+
 class ClosingHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
     """What ``param.register_post_accumulate_grad_hook`` puts on a leaf, in that order, then one hook of our own.
 
@@ -68,18 +71,18 @@ class ClosingHooks(OrderedDict[int, Callable[[torch.Tensor], Any]]):
     would find the gradient taken away. ``before`` runs first of all, where there are hooks besides ``closing``.
     """
 
-    def __init__(self, param: torch.Tensor, before: Callable[..., Any], closing: Callable[..., Any]):
+    def __init__(self, param: torch.Tensor, before: Callable[..., Any], closing: Callable[..., Any]) -> None:
         super().__init__()
         self._before, self._closing = before, closing
         earlier = param._post_accumulate_grad_hooks  # handles lead to this dictionary, so it stays
         param._post_accumulate_grad_hooks = self
-        super().__setitem__(-1, closing)
+        super().__setitem__(_CLOSING, closing)
         if earlier:
-            self[-2] = functools.partial(_run_all, earlier)
+            self[_EARLIER] = functools.partial(_run_all, earlier)
 
     def __setitem__(self, key: int, hook: Callable[[torch.Tensor], Any]) -> None:
-        del self[-1]
-        for each, run in ((-3, self._before), (key, hook), (-1, self._closing)):
+        del self[_CLOSING]
+        for each, run in ((_BEFORE, self._before), (key, hook), (_CLOSING, self._closing)):
             super().__setitem__(each, run)
 
 

@@ -63,6 +63,18 @@ def expected(hook: Hook, world: int) -> dict[str, torch.Tensor]:
     return {name: param.detach() - 0.1 * sums.get(name, 0) for name, param in model.named_parameters()}
 
 
+def check_step(model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+    """A step from the first weights on follows torch, where ``hook`` is on the first bias. Collective."""
+    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
+    optimizer.step()
+    difference, where = largest_difference(whole_parameters(model), expected(hook, 2))
+    assert difference < 1e-6, where
+
+
+def look(param: nn.Parameter) -> None:
+    """Changes nothing."""
+
+
 @all_stages
 @pytest.mark.parametrize("when", ["before", "after", "in_forward", "both"])
 @pytest.mark.parametrize("hook", [drop, halve, halve_data, replace])
@@ -72,12 +84,12 @@ def test_what_a_hook_leaves_of_a_gradient_is_what_counts(stage: int, when: str, 
     model = seeded(two_layers)
     seen: list[torch.Tensor | None] = []
 
-    def look(param: nn.Parameter) -> None:
+    def note(param: nn.Parameter) -> None:
         seen.append(param.grad)
 
     first = model[0].bias
     if when == "both":
-        first.register_post_accumulate_grad_hook(look)
+        first.register_post_accumulate_grad_hook(note)
     if when == "before":
         first.register_post_accumulate_grad_hook(hook)
     sc.shard(model, mesh, stage=stage)
@@ -85,12 +97,8 @@ def test_what_a_hook_leaves_of_a_gradient_is_what_counts(stage: int, when: str, 
         first.register_post_accumulate_grad_hook(hook)
     if when == "in_forward":
         model[0].register_forward_hook(lambda *_: first.register_post_accumulate_grad_hook(hook) and None)
-    first.register_post_accumulate_grad_hook(look)
-    optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
-    model(rows(0, mesh.rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    difference, where = largest_difference(whole_parameters(model), expected(hook, 2))
-    assert difference < 1e-6, where
+    first.register_post_accumulate_grad_hook(note)
+    check_step(model, sc.optimizer(torch.optim.SGD, model, lr=0.1), hook)
     assert len(seen) == 1 + (when == "both")
     assert (seen[-1] is None) == (hook is drop) or when == "in_forward"
 
@@ -105,9 +113,7 @@ def test_a_hook_that_was_removed_is_not_called(stage: int) -> None:
     before.remove()
     after.remove()
     optimizer = sc.optimizer(torch.optim.SGD, model, lr=0.1)
-    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+    check_step(model, optimizer, look)
 
 
 @all_stages
@@ -124,9 +130,19 @@ def test_a_hook_that_changes_a_further_gradient_of_a_step_is_refused(stage: int,
     handle.remove()
     optimizer.zero_grad()
     sc.reset_iteration(model)
-    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+    check_step(model, optimizer, look)
+
+
+@all_stages
+@spmd(world=2)
+def test_a_gradient_that_was_set_is_an_earlier_one(stage: int) -> None:
+    model = sc.shard(seeded(two_layers), stage=stage)
+    bias = model[0].bias
+    sc.optimizer(torch.optim.SGD, model, lr=0.1)
+    sc.zero.set_full_grad(bias, torch.ones(5))
+    bias.register_post_accumulate_grad_hook(halve)
+    with pytest.raises(StateError, match=r"hook.*gradient of parameter '0.bias' when the step had earlier ones"):
+        model(rows(1, 0, 2, 4)).square().mean().backward()
 
 
 @all_stages
@@ -138,9 +154,7 @@ def test_zeros_are_no_earlier_gradient(stage: int) -> None:
     optimizer.zero_grad(set_to_none=False)
     model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
     optimizer.zero_grad(set_to_none=False)
-    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    assert largest_difference(whole_parameters(model), expected(halve, 2))[0] < 1e-6
+    check_step(model, optimizer, halve)
 
 
 @spmd(world=2)
@@ -190,9 +204,7 @@ def test_a_backward_that_failed_leaves_no_gradient_behind(stage: int) -> None:
             model(rows(1, 0, 2, 4)).square().mean().backward()
         handle.remove()
         clear()
-    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+    check_step(model, optimizer, look)
 
 
 @all_stages
@@ -311,6 +323,4 @@ def test_a_gradient_from_before_sharding_is_not_dropped_in_silence(stage: int) -
     with pytest.raises(StateError, match="had a gradient before it was sharded"):
         model(rows(1, 0, 2, 4)).square().mean().backward()
     optimizer.zero_grad()
-    model(rows(0, sc.Mesh(device="cpu").rank, 2, 4)).square().mean().backward()
-    optimizer.step()
-    assert largest_difference(whole_parameters(model), expected(lambda param: None, 2))[0] < 1e-6
+    check_step(model, optimizer, look)

@@ -32,8 +32,8 @@ from shardcore.protocols import LossScale, ShardedGroup, ShardedOptimizerMark, S
 
 _log = logging.getLogger("shardcore")
 _FIXED_GROUPS = (
-    "parameter groups cannot be added to a sharded optimizer, or taken from it; list all of them in "
-    "shardcore.optimizer(...)"
+    "parameter groups cannot be added to a sharded optimizer, or taken from it, and keep their parameters and their "
+    "order; list all of them in shardcore.optimizer(...)"
 )
 
 

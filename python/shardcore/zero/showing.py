@@ -46,8 +46,8 @@ class ShowsGradients:
             private.zero_all([self._views[i] for i in dropped])
 
     def take_strays(self) -> list[str]:
-        """After a backward: forget gradients that were set meanwhile by something else than the parameter's own hooks;
-        returns whose.
+        """Forget gradients that were set where nothing notices it: in a forward, in ``summon``, or in a backward by
+        something else than the parameter's own hooks. Returns whose.
         """
         with private.without_torch_function():
             grads = [slot.param.grad for slot in self._slots]

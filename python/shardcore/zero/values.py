@@ -306,7 +306,7 @@ def _write_grad(slot: ParameterSlot, piece: torch.Tensor) -> None:
         group.grads.settle()
     with torch.no_grad():
         _piece(slot, group.grads.shard).copy_(piece).mul_(group.root.gradient_scale(slot))
-    group.grads.present[slot.index] = True
+    group.grads.present[slot.index] = group.grads.has_sum[slot.index] = True
     if group.grads.exposed:
         group.grads.show([slot.index])
 

@@ -87,6 +87,23 @@ fn what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not() {
     assert_eq!(swap::sweep(folder.path()).unwrap(), [living]);
 }
 
+/// Each sweeps before it makes its own, and may take the lock of a file that was just made, before its owner does.
+#[test]
+fn many_make_files_in_one_folder() {
+    let folder = Folder::new();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let engine = Setting::of(BACKENDS[1]).engine();
+                for _ in 0..1000 {
+                    SwapFile::create(&engine, &[folder.path().to_owned()], 10, 4096).unwrap();
+                }
+            });
+        }
+    });
+    assert!(names(folder.path()).is_empty());
+}
+
 #[test]
 fn a_disk_that_is_too_small_shows_at_the_start_and_leaves_nothing() {
     let folder = Folder::new();
